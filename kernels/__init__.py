@@ -1,0 +1,1 @@
+"""CUDA sources, one ``.cu`` for each kernel; installed as the package ``cupy_coll.kernels``."""

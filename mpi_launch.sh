@@ -1,0 +1,509 @@
+#!/usr/bin/env bash
+# Start a Python script on MPI ranks; make the environment that it needs first, where there is none. See --help.
+#
+# Needs bash 4.4, coreutils and util-linux (any Linux), and Python 3.11 with venv.
+# Reads from top to bottom: which Python, its environment, which mpiexec, the command, running it, the tests.
+
+set -euo pipefail
+
+ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+VENV=$ROOT/.venv
+STAMP=$VENV/.cupy_coll_stamp # line 1: what it was made from; line 2: the extras in it
+GRACE=15                     # seconds from passing a signal on to killing what is left of the job
+PART_LIMIT=900               # seconds for one part of --test; four times that with --slow
+
+usage() {
+    cat <<'END'
+Start a Python script on MPI ranks, setting up what it needs on first use.
+
+  ./mpi_launch.sh [-n N] script.py [ARGUMENT...]    run a script on N ranks
+  ./mpi_launch.sh [-n N] -m module [ARGUMENT...]    run a module on N ranks
+  ./mpi_launch.sh --test [--slow] [PYTEST-ARGUMENT...]
+                                                    run the tests: in one process, then on 1, 2, 3 and 4 ranks
+  ./mpi_launch.sh --setup [--test] [--dev]          only set up; prints the Python to use
+
+  -n N        ranks (default: one a GPU where there are GPUs, else one a core, but at most 4)
+  --setup     set up and stop; with --test also what the tests need, with --dev also the linters
+  --test      run the tests (with --setup: only set up for them)
+  --slow      with --test: the slow tests too
+  --dry-run   print the command as it would run, set nothing up
+  --help      this text
+
+Everything after the script's name (or the module's) belongs to the script, untouched.
+
+Python is the first of
+  1. $CUPY_COLL_PYTHON;
+  2. the active environment, or python3 on PATH, where it finds cupy_coll and mpi4py;
+  3. .venv beside this launcher: made on first use, remade when pyproject.toml or constraints.txt change. It gets CuPy
+     where nvidia-smi shows a GPU. pip's own settings (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, ...) are respected.
+mpiexec is the one beside that Python, else the first on PATH: MPICH's, Intel's or Open MPI's.
+
+OMP_NUM_THREADS, unless set, becomes cores / ranks, at least 1.
+
+The status is the job's: an exception on any rank ends the job with 1, sys.exit(n) with n. SIGTERM and SIGINT are passed
+on, and the status is then 143 or 130; ranks that still run 15 seconds later, or at a second signal, are killed.
+A wrong use of the launcher gives 2.
+END
+}
+
+say() { printf 'mpi_launch.sh: %s\n' "$*" >&2; }
+die() {
+    say "$@"
+    exit 1
+}
+misuse() {
+    say "$* (see ./mpi_launch.sh --help)"
+    exit 2
+}
+
+# The words as a shell would take them back, on one line.
+quoted() {
+    local word line=
+    for word in "$@"; do
+        [[ $word =~ ^[A-Za-z0-9_./:=,@%+-]+$ ]] || word=${word@Q}
+        line+="$word "
+    done
+    printf '%s\n' "${line% }"
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GPUs
+
+gpu_count() {
+    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+        local -a visible
+        IFS=, read -ra visible <<<"$CUDA_VISIBLE_DEVICES"
+        echo "${#visible[@]}"
+    else
+        nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true
+    fi
+}
+
+# The CuPy extra that the driver asks for; nothing where there is no GPU.
+cuda_extra() {
+    local text
+    text=$(nvidia-smi 2>/dev/null) || return 0
+    [[ $text =~ CUDA[A-Za-z\ ]*Version\ *:\ *([0-9]+) ]] || return 0
+    if ((BASH_REMATCH[1] >= 13)); then
+        echo cuda13
+    elif ((BASH_REMATCH[1] == 12)); then
+        echo cuda12
+    fi
+}
+
+default_ranks() {
+    local gpus cores
+    gpus=$(command -v nvidia-smi >/dev/null && gpu_count || echo 0)
+    cores=$(nproc)
+    if ((gpus > 0)); then
+        echo "$gpus"
+    else
+        echo $((cores < 4 ? cores : 4))
+    fi
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which Python
+
+# -I, or a clone's folder would pass for an installed package.
+finds_project() {
+    "$1" -I -c '
+import importlib.util, sys
+sys.exit(not all(map(importlib.util.find_spec, ("cupy_coll", "mpi4py"))))' >/dev/null 2>&1
+}
+
+# Sets PYTHON to the interpreter itself (not a shim for it) and BIN to the folder of its commands.
+use_python() {
+    local -a found
+    mapfile -t found < <("$1" -c 'import sys, sysconfig; print(sys.executable, sysconfig.get_path("scripts"), sep="\n")')
+    PYTHON=${found[0]} BIN=${found[1]}
+}
+
+# require_modules EXTRAS MODULE...: an environment of the user's is never installed into; say what it lacks.
+require_modules() {
+    local extras=$1 missing
+    shift
+    missing=$("$PYTHON" -I -c '
+import importlib.util, sys
+print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))' "$@")
+    [[ -z $missing ]] || die "$PYTHON lacks $missing. Install them with:" \
+        "$(quoted "$PYTHON" -m pip install -c "$ROOT/constraints.txt" -e "${ROOT}[$extras]")"
+}
+
+# Sets PYTHON, BIN and OWN (1: .venv, 0: an environment of the user's).
+choose_python() {
+    local candidate
+    OWN=0
+    if [[ -n ${CUPY_COLL_PYTHON:-} ]]; then
+        command -v -- "$CUPY_COLL_PYTHON" >/dev/null ||
+            die "CUPY_COLL_PYTHON is $CUPY_COLL_PYTHON, which is not an executable"
+        finds_project "$CUPY_COLL_PYTHON" ||
+            die "CUPY_COLL_PYTHON is $CUPY_COLL_PYTHON, which does not find cupy_coll and mpi4py. Install them with:" \
+                "$(quoted "$CUPY_COLL_PYTHON" -m pip install -e "$ROOT")"
+        use_python "$CUPY_COLL_PYTHON"
+        return
+    fi
+    for candidate in "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}" \
+        "$(command -v python3 || true)"; do
+        [[ -n $candidate && $candidate != "$VENV"/* ]] || continue # an active .venv must still be kept current
+        if finds_project "$candidate"; then
+            use_python "$candidate"
+            return
+        fi
+    done
+    OWN=1 PYTHON=$VENV/bin/python BIN=$VENV/bin
+}
+
+# A Python to make .venv with. Tried by running: a version manager's command may be there and yet refuse.
+base_python() {
+    local candidate
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11 python; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    die "needs Python 3.11 or newer with its venv module; found none on PATH" \
+        "(Debian and Ubuntu: the package python3-venv), or set CUPY_COLL_PYTHON"
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The environment
+
+# Sets KEY and EXTRAS from the stamp: what .venv was made from, and the extras in it. Both empty where it is unfinished.
+read_stamp() {
+    KEY='' EXTRAS=''
+    { read -r KEY && read -r EXTRAS; } 2>/dev/null <"$STAMP" || KEY=''
+}
+
+venv_key() { { cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" && printf '%s' "$ROOT"; } | sha256sum | cut -d' ' -f1; }
+
+# The optional dependencies of pyproject.toml that this call needs.
+wanted_extras() {
+    local cuda
+    cuda=$(cuda_extra)
+    # The tests use CuPy's binding and compiler, which need no GPU: without one, either CuPy will do.
+    if ((TEST)) && [[ -z $cuda ]]; then
+        cuda=cuda13
+        [[ $EXTRAS != *cuda12* ]] || cuda=cuda12
+    fi
+    echo "bench mpi${cuda:+ $cuda}$( ((!TEST)) || echo " test")$( ((!DEV)) || echo " dev")"
+}
+
+# Sets NEED, what has to be done to .venv (nothing, add, make), and EXTRAS, what will be in it then.
+plan_venv() {
+    local extra have
+    read_stamp
+    have=$EXTRAS NEED=nothing
+    [[ $KEY == "$(venv_key)" ]] && finds_project "$PYTHON" || NEED=make have=''
+    for extra in $(wanted_extras); do
+        [[ " $have " == *" $extra "* ]] && continue
+        [[ $NEED == make ]] || NEED=add
+        # The two CuPys are the same files: one cannot be added to the other.
+        [[ $extra != cuda* || $have != *cuda* ]] || NEED=make have=${have/ cuda1[23]/}
+        have+=" $extra"
+    done
+    EXTRAS=${have# }
+}
+
+# pip_install WHAT ARGUMENT...: pip's full output goes to a log, what it fetches is shown.
+pip_install() {
+    local what=$1 log=$VENV.log
+    shift
+    say "installing $what"
+    if ! (cd "$ROOT" && PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 "$VENV/bin/python" -m pip install --no-input \
+        --progress-bar off -c constraints.txt "$@") 2>&1 | tee -a "$log" |
+        sed -un '/[.]metadata/d; s/^ *\(Downloading [^ ]* (.*)\)$/  \1/p; s/^Installing collected packages.*/  Unpacking/p' >&2; then
+        say "pip failed; the end of $log:"
+        tail -n 25 "$log" >&2
+        exit 1
+    fi
+}
+
+# Does what NEED says. The stamp goes first and comes back last, so that an interrupted set-up is done again.
+make_venv() {
+    local base start=$SECONDS
+    if [[ $NEED == add ]]; then
+        say "adding to $VENV, for: ${EXTRAS// /, }"
+        rm -f "$STAMP"
+        : >"$VENV.log"
+    else
+        base=$(base_python)
+        if [[ -e $VENV ]]; then
+            say "remaking $VENV: it is unfinished, or not what pyproject.toml, constraints.txt and the GPU ask for"
+        else
+            say "making $VENV, once: this downloads torch and others (docs/install.md: how much, and how to make it less)"
+        fi
+        rm -rf "$VENV"
+        "$base" -m venv "$VENV" >"$VENV.log" 2>&1 || {
+            tail -n 25 "$VENV.log" >&2
+            die "$base -m venv failed"
+        }
+        pip_install "pip and setuptools, with $("$base" --version), $base" --upgrade pip setuptools
+    fi
+    pip_install "cupy_coll with ${EXTRAS// /, }" --no-build-isolation -e ".[${EXTRAS// /,}]"
+    printf '%s\n%s\n' "$(venv_key)" "$EXTRAS" >"$STAMP.new"
+    mv "$STAMP.new" "$STAMP"
+    say "$VENV is ready, after $((SECONDS - start)) s"
+}
+
+# Descriptor 9 is held while .venv is looked at or changed; 8 is shared by all jobs that run from it, until they end.
+ensure_venv() {
+    exec 8<>"$VENV.use" 9<>"$VENV.lock"
+    flock -n 9 || {
+        say "waiting for another mpi_launch.sh that sets up $VENV"
+        flock 9
+    }
+    plan_venv
+    if [[ $NEED == make ]] && ! flock -n 8; then
+        die "$VENV has to be remade, but a job still runs from it: start again when it has ended"
+    fi
+    [[ $NEED == nothing ]] || make_venv
+    flock -s 8
+    exec 9>&-
+}
+
+set_up() {
+    choose_python
+    if ((OWN && DRY_RUN)); then
+        plan_venv
+        [[ $NEED == nothing ]] || say "would first set up $VENV, for: ${EXTRAS// /, }"
+    elif ((OWN)); then
+        ensure_venv
+    else
+        ((!TEST)) || require_modules test,cuda13 pytest hypothesis setuptools cupy
+        ((!DEV)) || require_modules dev ruff mypy importlinter
+    fi
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which mpiexec, and how it wants to be asked. A launcher is one function launch_NAME that, given the number of ranks,
+# sets COMMAND to the words before the Python.
+
+choose_launcher() {
+    local version
+    MPIEXEC=$BIN/mpiexec LAUNCHER=hydra
+    if [[ ! -x $MPIEXEC ]]; then
+        ((!OWN || !DRY_RUN)) || return 0 # it will be MPICH's, once .venv is there
+        MPIEXEC=$(command -v mpiexec) || die "found no mpiexec, neither beside $PYTHON nor on PATH. Load your cluster's" \
+            "MPI, or install one: $(quoted "$PYTHON" -m pip install mpich)"
+    fi
+    version=$("$MPIEXEC" --version 2>&1) || true
+    case $version in
+    *"HYDRA build details"* | *"Intel(R) MPI"*) LAUNCHER=hydra ;;
+    *"Open MPI"* | *OpenRTE*) LAUNCHER=openmpi ;;
+    *) die "$MPIEXEC --version names neither MPICH nor Intel MPI nor Open MPI, but: ${version%%$'\n'*}" ;;
+    esac
+}
+
+launch_hydra() { COMMAND=("$MPIEXEC" -n "$1"); }
+
+# More ranks than cores are allowed, as with MPICH, and ranks are not bound, or two would get one core each.
+launch_openmpi() {
+    COMMAND=("$MPIEXEC" -n "$1" --oversubscribe --bind-to none)
+    ((EUID != 0)) || COMMAND+=(--allow-run-as-root)
+}
+
+# job_command RANKS WORD...: sets COMMAND. mpi4py's runner ends the whole job when one rank fails; MPI is imported before
+# it, or an exception before the script's own import of MPI would leave the other ranks waiting. An mpiexec of another
+# MPI than mpi4py's starts so many worlds of one rank, with status 0: hence the look at the size.
+job_command() {
+    local ranks=$1 cores
+    shift
+    cores=$(nproc)
+    "launch_$LAUNCHER" "$ranks"
+    [[ -n ${OMP_NUM_THREADS:-} ]] ||
+        COMMAND=(env "OMP_NUM_THREADS=$((cores > ranks ? cores / ranks : 1))" "${COMMAND[@]}")
+    COMMAND+=("$PYTHON" -c "import sys; from mpi4py import MPI, run; n = MPI.COMM_WORLD.size; n == $ranks or \
+sys.exit(f\"mpi_launch.sh: asked for $ranks ranks but MPI counts {n}: mpiexec and mpi4py's MPI are not of one kind (docs/install.md)\"); \
+run.main()" "$@")
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running a job
+
+# The process and all below it. Ranks live in sessions of their own, so only parentage finds them.
+family() {
+    local pid=$1 stat
+    local -A children=()
+    for stat in /proc/[0-9]*/stat; do
+        { read -r stat <"$stat"; } 2>/dev/null || continue
+        local fields=${stat##*) }                         # the name before it may hold anything
+        fields=${fields#* }                               # the state
+        children[${fields%% *}]+=" ${stat%% *}"
+    done
+    local -a todo=("$pid")
+    while ((${#todo[@]})); do
+        pid=${todo[0]}
+        # shellcheck disable=SC2206 # a list of numbers
+        todo=("${todo[@]:1}" ${children[$pid]:-})
+        echo "$pid"
+    done
+}
+
+# after SECONDS SIGNAL: sends this script the signal then.
+after() {
+    (
+        trap 'kill "$!"' TERM
+        sleep "$1" &
+        wait "$!" && kill -s "$2" "$$"
+    ) </dev/null >/dev/null 2>&1 8>&- 9>&- &
+    TIMERS+=("$!")
+}
+
+# end_job SIGNAL STATUS: passes the signal on; kills what is left after GRACE, or at the second signal. One within two
+# seconds is the first again: coreutils' timeout signals its child, and then the child's whole process group.
+end_job() {
+    if [[ -z $ENDED ]]; then
+        ENDED=$2 ENDED_AT=$SECONDS
+        kill -s "$1" "$JOB" 2>/dev/null || true
+        after "$GRACE" USR1
+    elif ((SECONDS - ENDED_AT >= 2)); then
+        kill_job
+    fi
+}
+
+kill_job() {
+    local -a pids
+    mapfile -t pids < <(family "$JOB")
+    kill -s KILL "${pids[@]}" 2>/dev/null || true
+}
+
+# run_job SECONDS WORD...: runs the words, at most so long (0: without limit), and returns their status: 143, 130 or 129
+# where this script was told to end, 124 where the time was up.
+#
+# The job gets a session of its own: Ctrl-C in a terminal reaches this script alone, which passes it on once (at a second
+# interrupt hydra returns 0). Its standard input stays what it is.
+run_job() {
+    local limit=$1 status
+    shift
+    ENDED='' TIMERS=()
+    (
+        trap - INT QUIT # ignored in the background jobs of a script
+        exec setsid -- "$@"
+    ) <&0 8>&- 9>&- &
+    JOB=$!
+    trap 'end_job TERM 143' TERM
+    trap 'end_job INT 130' INT
+    trap 'end_job HUP 129' HUP
+    trap 'end_job TERM 124' ALRM
+    trap kill_job USR1
+    ((limit == 0)) || after "$limit" ALRM
+    while true; do
+        status=0
+        wait "$JOB" 2>/dev/null || status=$? # bash would report a kill of our own
+        kill -0 "$JOB" 2>/dev/null || break # else a signal ended the wait early
+    done
+    trap - TERM INT HUP ALRM USR1
+    kill "${TIMERS[@]}" 2>/dev/null || true
+    return "${ENDED:-$status}"
+}
+
+run_or_print() {
+    if ((DRY_RUN)); then
+        shift
+        quoted "$@"
+    else
+        run_job "$@"
+    fi
+}
+
+run_script() {
+    [[ $1 == -m || -e $1 ]] || misuse "no such script: $1"
+    [[ $1 != -m || $# -ge 2 ]] || misuse "-m needs the name of a module"
+    set_up
+    choose_launcher
+    job_command "${RANKS:-$(default_ranks)}" "$@"
+    run_or_print 0 "${COMMAND[@]}"
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tests
+
+# part NAME WORD...: runs one part of the tests and adds a line to SUMMARY.
+part() {
+    local name=$1 status=0 start=$SECONDS outcome
+    shift
+    ((DRY_RUN)) || printf '\n==> %s: %s\n' "$name" "$(quoted "$@")"
+    run_or_print $((SLOW ? 4 * PART_LIMIT : PART_LIMIT)) "$@" || status=$?
+    case $status in
+    0) outcome=passed ;;
+    124) outcome="ended after $((SECONDS - start)) s without an end" ;;
+    129 | 130 | 143) exit "$status" ;;
+    *) outcome="failed with status $status" ;;
+    esac
+    [[ $outcome == passed ]] || FAILED=1
+    SUMMARY+=("$(printf '%-28s %5d s  %s' "$name" $((SECONDS - start)) "$outcome")")
+}
+
+# Goes on after a part that failed.
+run_tests() {
+    local ranks
+    FAILED=0 SUMMARY=()
+    ((!SLOW)) || set -- --slow "$@"
+    set_up
+    choose_launcher
+    cd "$ROOT"
+    export CUPY_COLL_PYTHON=$PYTHON # for the launchers that the tests start
+    SUMMARY+=("$(printf '%-28s %5d s' set-up "$SECONDS")")
+    part "in one process, and jobs" "$PYTHON" -m pytest tests/unit tests/jobs "$@"
+    for ranks in 1 2 3 4; do
+        job_command "$ranks" -m pytest tests/ranks "$@"
+        part "on $ranks rank$( ((ranks == 1)) || echo s)" "${COMMAND[@]}"
+    done
+    if ((!DRY_RUN)); then
+        printf '\n'
+        printf '%s\n' "${SUMMARY[@]}"
+    fi
+    return "$FAILED"
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+main() {
+    local tool setup=0
+    RANKS='' TEST=0 SLOW=0 DEV=0 DRY_RUN=0
+    while (($#)); do
+        case $1 in
+        --help | -h)
+            usage
+            return
+            ;;
+        -n)
+            (($# >= 2)) || misuse "-n needs a number"
+            RANKS=$2
+            [[ $RANKS =~ ^[1-9][0-9]*$ ]] || misuse "-n needs a number of ranks, got '$RANKS'"
+            shift
+            ;;
+        --setup) setup=1 ;;
+        --test) TEST=1 ;;
+        --slow) SLOW=1 ;;
+        --dev) DEV=1 ;;
+        --dry-run) DRY_RUN=1 ;;
+        -m) break ;;
+        -*)
+            ((!TEST)) || break # pytest's
+            misuse "unknown option: $1"
+            ;;
+        *) break ;;
+        esac
+        shift
+    done
+    for tool in flock nproc setsid sha256sum; do
+        command -v "$tool" >/dev/null || die "needs the command $tool (coreutils or util-linux)"
+    done
+    if ((setup)); then
+        (($# == 0)) || misuse "--setup takes no script, got: $1"
+        set_up
+        echo "$PYTHON"
+    elif ((TEST)); then
+        run_tests "$@"
+    elif (($#)); then
+        run_script "$@"
+    else
+        usage >&2
+        return 2
+    fi
+}
+
+main "$@"
