@@ -1,0 +1,110 @@
+"""A group of ranks and its communicators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cupy_coll import check
+from cupy_coll.errors import ArgumentError, TransportError
+from cupy_coll.transport.base import Channel, Engine, Transport
+from cupy_coll.transport.host import HostTransport
+
+__all__ = ["Group"]
+
+
+class Group:
+    """An ordered set of ranks that communicate; made by :class:`~cupy_coll.CommContext`.
+
+    Attributes:
+        ranks: the members' global ranks; the position is the rank in the group.
+        rank: this process' position.
+        size: the number of members.
+        name: the mode and the ranks, for messages.
+    """
+
+    def __init__(
+        self,
+        comms: Sequence[Any],
+        engine: Engine,
+        ranks: tuple[int, ...],
+        mode: str,
+        serial: int,
+        host_only: bool,
+    ) -> None:
+        self.ranks = ranks
+        self.rank: int = comms[0].rank
+        self.size = len(ranks)
+        self.name = f"{mode} {list(ranks)}" if len(ranks) <= 8 else f"{mode} ({len(ranks)} ranks from {ranks[0]})"
+        self.host_only = host_only
+        self._engine = engine
+        self._closed = False
+        # Tensors, agreements and objects each have a communicator: none waits for the other's messages.
+        self._data, self.control, self.objects = (
+            Channel(one, engine, f"{serial}.{kind}", ranks, self.name)
+            for one, kind in zip(comms, ("data", "control", "objects"), strict=True)
+        )
+        self._host = HostTransport(self._data)
+
+    def __repr__(self) -> str:
+        return f"<Group {self.name}, rank {self.rank} of {self.size}{', closed' if self._closed else ''}>"
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` or ``CommContext().destroy()`` has been called."""
+        return self._closed
+
+    @property
+    def sequence(self) -> int:
+        """The number of collective operations on tensors that this rank has started in the group."""
+        return self._data.started
+
+    @property
+    def host(self) -> Transport:
+        """The transport for host memory."""
+        return self._host
+
+    def transport_for(self, tensor: torch.Tensor) -> Transport:
+        """The transport that can reach the memory of ``tensor``.
+
+        Raises:
+            DTypeError: the tensor is on a device that the group does not serve.
+            TransportError: the tensor is on a CUDA device, and there is no NCCL.
+        """
+        if tensor.device.type == "cpu":
+            return self._host
+        if tensor.device.type == "cuda" and not self.host_only:
+            raise TransportError(
+                f"group {self.name}: the tensor is on {tensor.device}, and this version of cupy_coll has no NCCL "
+                "transport; move it with .cpu()"
+            )
+        served = (
+            "CPU tensors (it was made with a host backend or use_cpu)" if self.host_only else "CPU and CUDA tensors"
+        )
+        raise ArgumentError(f"group {self.name}: the tensor is on {tensor.device}, expected {served}")
+
+    def warm_up(self) -> None:
+        """Make every connection of the group now instead of at its first operation; called by all members."""
+        check.open_group("warm_up", self)
+        self._host.barrier()
+
+    def close(self) -> None:
+        """Finish what is in flight and free the group's communicators; called by all members.
+
+        Raises:
+            PeerError: a member has left instead.
+        """
+        if self._closed:
+            return
+        self._host.barrier()
+        self.release(free=True)
+
+    def release(self, free: bool) -> None:
+        """Forget the communicators without asking the other members; ``free`` them where all do so."""
+        if self._closed:
+            return
+        self._closed = True
+        for channel in (self._data, self.control, self.objects):
+            channel.close(free)

@@ -1,0 +1,1 @@
+"""How tensors and objects travel between the members of a group."""

@@ -1,0 +1,320 @@
+"""What all transports share: the operation in flight, the channel that keeps operations in order, and ``Work``."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+
+from cupy_coll.bootstrap import mpi
+from cupy_coll.dtypes import Reduction
+from cupy_coll.errors import CupyCollError, MismatchError, PeerError, TransportError
+
+__all__ = ["Channel", "Engine", "Operation", "Steps", "Transport", "Work"]
+
+# Yields MPI requests, is sent their statuses when all have completed, and returns when the operation is done.
+Steps = Generator[list[Any], list[Any], None]
+Kind = Literal["collective", "send", "recv"]
+
+
+class Engine(Protocol):
+    """What a channel needs of the process' lifecycle."""
+
+    failure: Exception | None
+
+    def start(self, operation: Any) -> None: ...
+    def progress(self) -> None: ...
+    def wait(self, operation: Any, timeout: float | None = None) -> None: ...
+    def register(self, counters: Any) -> None: ...
+    def unregister(self, counters: Any) -> None: ...
+
+
+class Transport(Protocol):
+    """The communications of one group over one kind of memory.
+
+    Roots and peers are indices in the group. Arguments have been checked by the caller. Every method returns a Work
+    if ``async_op``, else None after the end.
+    """
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, *, async_op: bool = False) -> Work | None: ...
+    def reduce(self, tensor: torch.Tensor, dst: int, op: Reduction, *, async_op: bool = False) -> Work | None: ...
+    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Work | None: ...
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> Work | None: ...
+    def reduce_scatter(
+        self, output: torch.Tensor, source: torch.Tensor, op: Reduction, *, async_op: bool = False
+    ) -> Work | None: ...
+    def gather(
+        self,
+        tensor: torch.Tensor,
+        gather_list: Sequence[torch.Tensor] | None,
+        dst: int,
+        *,
+        async_op: bool = False,
+    ) -> Work | None: ...
+    def scatter(
+        self,
+        tensor: torch.Tensor,
+        scatter_list: Sequence[torch.Tensor] | None,
+        src: int,
+        *,
+        async_op: bool = False,
+    ) -> Work | None: ...
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, async_op: bool = False
+    ) -> Work | None: ...
+    def send(self, tensor: torch.Tensor, dst: int, *, async_op: bool = False) -> Work | None: ...
+    def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Work | None: ...
+    def barrier(self, *, async_op: bool = False) -> Work | None: ...
+
+
+class Channel:
+    """One MPI communicator and what is in flight on it.
+
+    Collectives run one after another in the order in which they were called: an operation of several messages must
+    not let a later one overtake it on some of the ranks. Point-to-point operations run at once.
+
+    Args:
+        comm: a communicator that nobody else uses; freed by :meth:`close`.
+        engine: the process' lifecycle.
+        key: names the channel, the same on all members.
+        ranks: the global rank of each member.
+        group: the group's name, for messages.
+    """
+
+    def __init__(self, comm: Any, engine: Engine, key: str, ranks: tuple[int, ...], group: str) -> None:
+        self.comm = comm
+        self.engine = engine
+        self.key = key
+        self.ranks = ranks
+        self.group = group
+        self.queue: deque[Operation] = deque()
+        self.started = 0
+        self.sends = [0] * len(ranks)
+        self.recvs = [0] * len(ranks)
+        self.error: Exception | None = None
+        engine.register(self._counters)
+
+    def submit(
+        self,
+        name: str,
+        steps: Steps,
+        tensors: Sequence[torch.Tensor] = (),
+        outputs: Sequence[torch.Tensor] = (),
+        kind: Kind = "collective",
+        peer: int = -1,
+    ) -> Operation:
+        """Start an operation.
+
+        Args:
+            name: the operation's, for messages.
+            steps: what it does.
+            tensors: what it was called with, for messages.
+            outputs: what ``Work.result()`` gives.
+            kind, peer: for point-to-point operations the other member's index.
+        """
+        if self.error is not None:
+            steps.close()
+            message = f"{name}: group {self.group} failed earlier and cannot be used any more: {self.error}"
+            if isinstance(self.error, PeerError):
+                raise PeerError(message, self.error.ranks) from self.error
+            kind_of_error = type(self.error) if isinstance(self.error, CupyCollError) else TransportError
+            raise kind_of_error(message) from self.error
+        if kind == "collective":
+            number, self.started = self.started, self.started + 1
+        else:
+            counts = self.sends if kind == "send" else self.recvs
+            number, counts[peer] = counts[peer], counts[peer] + 1
+        operation = Operation(self, name, steps, number, tensors, outputs, kind, peer)
+        if kind == "collective":
+            self.queue.append(operation)
+        self.engine.start(operation)
+        return operation
+
+    def run(self, name: str, steps: Steps, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Start an operation, wait for its end and raise its error."""
+        operation = self.submit(name, steps, tensors)
+        self.engine.wait(operation)
+        if operation.error is not None:
+            raise operation.error
+
+    def close(self, free: bool) -> None:
+        """Forget the channel; ``free`` its communicator where all members do."""
+        self.engine.unregister(self._counters)
+        if free:
+            self.comm.Free()
+
+    def _counters(self, rank: int) -> tuple[str, dict[str, int]]:
+        if rank not in self.ranks:
+            return self.key, {}
+        index = self.ranks.index(rank)
+        return self.key, {"collective": self.started, "send": self.sends[index], "recv": self.recvs[index]}
+
+
+class Operation:
+    """One communication in flight; holds its tensors until it has ended."""
+
+    __slots__ = (
+        "channel", "done", "error", "kind", "name", "number", "outputs", "peer", "requests", "statuses", "steps",
+        "tensors",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        channel: Channel,
+        name: str,
+        steps: Steps,
+        number: int,
+        tensors: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        kind: Kind,
+        peer: int,
+    ) -> None:
+        self.channel = channel
+        self.name = name
+        self.steps = steps
+        self.number = number
+        self.tensors = tensors
+        self.outputs = outputs
+        self.kind = kind
+        self.peer = peer
+        self.requests: list[Any] | None = None
+        self.statuses: list[Any] | None = None
+        self.error: Exception | None = None
+        self.done = False
+
+    def advance(self) -> bool:
+        """Take the steps that are possible now; tell whether the operation has ended."""
+        if self.done:
+            return True
+        if self.kind == "collective" and self.channel.queue[0] is not self:
+            return False
+        MPI = mpi()
+        try:
+            while True:
+                if self.requests is None:
+                    self.requests = next(self.steps)
+                else:
+                    if not MPI.Request.Testall(self.requests, self.statuses):
+                        return False
+                    assert self.statuses is not None
+                    self.requests = self.steps.send(self.statuses)
+                self.statuses = [MPI.Status() for _ in self.requests]
+        except StopIteration:
+            self._end(None)
+        except MPI.Exception as error:
+            self._end(self._translate(error))
+        except CupyCollError as error:
+            self._end(type(error)(f"{self.describe()}: {error}"))
+        except Exception as error:  # torch's own, such as too little memory: belongs to whoever waits
+            self._end(error)
+        return True
+
+    def _translate(self, error: Any) -> CupyCollError:
+        MPI = mpi()
+        codes = [error, *(MPI.Exception(s.Get_error()) for s in self.statuses or () if s.Get_error())]
+        if any(code.Get_error_class() == MPI.ERR_TRUNCATE for code in codes):
+            return MismatchError(f"{self.describe()}: a member sent more than this rank expected")
+        code, text = error.Get_error_code(), error.Get_error_string()
+        return TransportError(f"{self.describe()}: MPI failed: {text} (code {code})", code, text)
+
+    def missing(self, departed: dict[int, Any]) -> list[int]:
+        """The global ranks among ``departed`` that have not started their part of this operation."""
+        ranks = self.channel.ranks
+        if self.kind == "collective":
+            others, theirs = ranks, "collective"
+        else:
+            others, theirs = (ranks[self.peer],), "recv" if self.kind == "send" else "send"
+        return [r for r in others if r in departed and departed[r].count(self.channel.key, theirs) <= self.number]
+
+    def describe(self) -> str:
+        """The operation in words."""
+        shapes = ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in self.tensors[:2])
+        where = f"group {self.channel.group}, operation {self.number}"
+        if self.kind != "collective":
+            where += f", {'to' if self.kind == 'send' else 'from'} rank {self.channel.ranks[self.peer]}"
+        return f"{self.name} ({where}{', ' + shapes if shapes else ''})"
+
+    def fail(self, error: Exception) -> None:
+        """End without success; the channel is out of step with its other members from now on."""
+        self._end(error)
+
+    def _end(self, error: Exception | None) -> None:
+        self.done = True
+        self.steps.close()
+        self.error = error
+        if self.kind != "collective":
+            return  # the messages between two members are in order whatever becomes of one
+        if error is None:
+            self.channel.queue.popleft()
+            return
+        self.channel.error = self.channel.error or error
+        self.channel.engine.failure = self.channel.engine.failure or error
+        while self.channel.queue:
+            operation = self.channel.queue.popleft()
+            if not operation.done:
+                operation.done = True
+                operation.error = error
+                operation.steps.close()
+
+
+class Work(torch.distributed.Work):
+    """The handle of an operation that was started with ``async_op=True``.
+
+    It keeps the operation's tensors alive, and may be dropped: the operation ends anyhow.
+    """
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__()
+        self._operation = operation
+
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """Return True when the operation has ended.
+
+        Args:
+            timeout: seconds (or a timedelta) for this call; when they have passed the operation goes on, and can be
+                waited for again. None, or torch's zero: the timeout of the context, which the group does not survive.
+
+        Raises:
+            CommTimeoutError: the time is over.
+            PeerError: a member left without taking part.
+            TransportError, MismatchError: the operation failed.
+        """
+        limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        self._operation.channel.engine.wait(self._operation, limit or None)
+        if self._operation.error is not None:
+            raise self._operation.error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended; takes the steps that are possible now."""
+        self._operation.channel.engine.progress()
+        return self._operation.done
+
+    def is_success(self) -> bool:
+        """Whether the operation has ended without an error."""
+        return self.is_completed() and self._operation.error is None
+
+    def exception(self) -> Exception | None:
+        """The error of an operation that failed."""
+        return self._operation.error
+
+    def result(self) -> list[torch.Tensor]:
+        """Wait, and return the tensors that the operation wrote on this rank."""
+        self.wait()
+        return list(self._operation.outputs)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Wait, and return a completed future of :meth:`result`."""
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        try:
+            future.set_result(self.result())
+        except CupyCollError as error:
+            future.set_exception(error)  # type: ignore[arg-type]  # typed as a value
+        return future
+
+    def _source_rank(self) -> int:
+        operation = self._operation
+        return operation.channel.ranks[operation.peer] if operation.kind == "recv" else -1
