@@ -16,6 +16,7 @@ __all__ = [
     "describe",
     "gathered_shape",
     "open_group",
+    "ranks_in_words",
     "root",
     "same_on_all",
     "storage",
@@ -44,6 +45,11 @@ class Members(Protocol):
 def describe(tensor: torch.Tensor) -> str:
     """``[3, 7] float32 on cpu``."""
     return f"{list(tensor.shape)} {name_of(tensor.dtype)} on {tensor.device}"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 0, 1``."""
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
 def open_group(function: str, group: Members) -> None:

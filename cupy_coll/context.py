@@ -8,10 +8,13 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
-from cupy_coll import bootstrap, check, topology
+from cupy_coll import bootstrap, topology
+from cupy_coll import check as checks
+from cupy_coll.checkmode import CheckMode
 from cupy_coll.errors import (
     ArgumentError,
     CommTimeoutError,
@@ -21,7 +24,8 @@ from cupy_coll.errors import (
     TransportError,
 )
 from cupy_coll.group import Group
-from cupy_coll.lifecycle import Lifecycle, seconds
+from cupy_coll.lifecycle import TRACE_VARIABLE, Lifecycle, seconds
+from cupy_coll.transport.base import Channel, Steps
 from cupy_coll.transport.objects import agree, all_gather_objects
 
 __all__ = ["CommContext", "CommMode", "ParallelMode", "initialize_distributed_env", "resolve_group"]
@@ -31,6 +35,7 @@ logger = logging.getLogger("cupy_coll")
 BACKENDS = ("nccl", "auto", "mpi", "gloo")
 HOST_BACKENDS = ("mpi", "gloo")
 DEFAULT_TIMEOUT = 1800
+CLOCK_BARRIERS = 3  # the first ones bring the ranks together, the last one aligns their clocks
 LATE = 30  # seconds after which a rank says that it waits for others to start
 
 
@@ -116,6 +121,7 @@ class CommContext:
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         *,
         comm: Any = None,
+        check: bool | None = None,
     ) -> None:
         """Join the job: make the groups GLOBAL, INTRA_NODE and INTER_NODE. Called by every rank.
 
@@ -126,6 +132,9 @@ class CommContext:
             timeout: seconds (or a timedelta) that a rank waits for others; where it is left out, the environment
                 variable CUPY_COLL_TIMEOUT may give it.
             comm: an mpi4py communicator that is the world, instead of COMM_WORLD.
+            check: check mode: before each operation its members compare what they were called with, and all raise
+                MismatchError where it does not fit. Operations of all groups then run one after another. Where it is
+                left out, the environment variable CUPY_COLL_CHECK=1 turns it on.
 
         Raises:
             ArgumentError: on every rank, where an argument is wrong on one.
@@ -143,8 +152,10 @@ class CommContext:
             raise ArgumentError(f"{function}: comm must be an mpi4py intra-communicator, got {base!r}")
         error: CupyCollError | None = None
         limit = float(DEFAULT_TIMEOUT)
+        checked = check
         try:
             limit = _timeout(function, timeout)
+            checked = _check_mode_wanted(function, check)
             _check_backend(function, backend)
             _check_world(function, base, world_size, rank)
         except CupyCollError as problem:
@@ -154,12 +165,17 @@ class CommContext:
         everybody = tuple(range(base.size))
         world = Group(_communicators(base.Dup), lifecycle, everybody, CommMode.GLOBAL, 0, host_only)
         try:
-            options = all_gather_objects(world.objects, function, "arguments", (backend, limit), error)
-            check.same_on_all(function, "(backend, timeout)", world.ranks, options)
+            options = all_gather_objects(world.objects, function, "arguments", (backend, limit, checked), error)
+            checks.same_on_all(function, "(backend, timeout, check)", world.ranks, options)
         except CupyCollError:
             world.release(free=True)
             lifecycle.dismiss()
             raise
+        for _ in range(CLOCK_BARRIERS):
+            world.control.run(function, _barrier(world.control))
+        lifecycle.recorder.set_zero()
+        if checked:
+            lifecycle.check = CheckMode(lifecycle)
         self._lifecycle, self._world = lifecycle, world
         self._made, self._serial = [world], 1
         self._groups = {CommMode.GLOBAL: world}
@@ -186,8 +202,26 @@ class CommContext:
         for group in self._made:
             group.release(free=together)
         if together:
-            lifecycle.comm.Free()
+            lifecycle.mailbox.free()
         self._forget()
+
+    def dump_trace(self, directory: str | os.PathLike[str] | None = None) -> Path:
+        """Write this rank's last 1,000 operations to ``directory/rank<RANK>.json``; ``python -m cupy_coll trace`` reads
+        the files of all ranks.
+
+        Args:
+            directory: made where it does not exist; None: the environment variable CUPY_COLL_TRACE_DIR.
+
+        Returns:
+            The file's path.
+        """
+        function = "dump_trace"
+        self._require(function)
+        assert self._lifecycle is not None
+        directory = directory or os.environ.get(TRACE_VARIABLE)
+        if not directory:
+            raise ArgumentError(f"{function}: no directory is given, and {TRACE_VARIABLE} is not set")
+        return self._lifecycle.dump(directory, "on request")
 
     # ------------------------------------------------------------------ groups
 
@@ -222,7 +256,7 @@ class CommContext:
         except CupyCollError as problem:
             error = problem
         calls = all_gather_objects(self._world.objects, function, "arguments", arguments, error)
-        check.same_on_all(function, "(ranks, mode, backend, use_cpu)", self._world.ranks, calls)
+        checks.same_on_all(function, "(ranks, mode, backend, use_cpu)", self._world.ranks, calls)
         members, name = arguments[0], str(mode)
         group = self._make(function, [members], name, use_cpu or backend in HOST_BACKENDS)
         self._register((name,), group)
@@ -254,7 +288,7 @@ class CommContext:
         except ArgumentError as problem:
             error = type(problem)(str(problem).replace("mesh_groups", function, 1))
         calls = all_gather_objects(self._world.objects, function, "axes", list(axes.items()), error)
-        check.same_on_all(function, "axes", self._world.ranks, calls)
+        checks.same_on_all(function, "axes", self._world.ranks, calls)
         mesh: dict[str, Group] = {}
         for axis, groups in lists.items():
             modes = MESH_MODES.get(axis, (axis,))
@@ -435,7 +469,7 @@ def resolve_group(group: Any, function: str) -> Group | None:
     else:
         found = context._match(function, _process_group_ranks(function, group))
     if found is not None:
-        check.open_group(function, found)
+        checks.open_group(function, found)
     return found
 
 
@@ -462,6 +496,15 @@ def _timeout(function: str, timeout: float | timedelta) -> float:
         raise ArgumentError(
             f"{function}: CUPY_COLL_TIMEOUT must be a positive number of seconds, got {variable!r}"
         ) from error
+
+
+def _check_mode_wanted(function: str, check: bool | None) -> bool:
+    if check is not None:
+        return bool(check)
+    variable = os.environ.get("CUPY_COLL_CHECK", "")
+    if variable not in ("", "0", "1"):
+        raise ArgumentError(f"{function}: CUPY_COLL_CHECK must be 0 or 1, got {variable!r}")
+    return variable == "1"
 
 
 def _check_backend(function: str, backend: str) -> None:
@@ -517,6 +560,10 @@ def _communicators(make: Callable[[], Any]) -> list[Any]:
             text,
         ) from error
     return made
+
+
+def _barrier(channel: Channel) -> Steps:
+    yield [channel.comm.Ibarrier()]
 
 
 def _duplicate_when_all_have_come(comm: Any, limit: float) -> Any:

@@ -11,17 +11,29 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import pickle
+import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from cupy_coll.bootstrap import mpi
-from cupy_coll.errors import ArgumentError, CommTimeoutError, CupyCollError, PeerError, TransportError
+from cupy_coll.checkmode import CheckMode
+from cupy_coll.errors import (
+    ArgumentError,
+    CommTimeoutError,
+    CupyCollError,
+    MismatchError,
+    PeerError,
+    TransportError,
+)
+from cupy_coll.mailbox import Mailbox
+from cupy_coll.recorder import Recorder
 
 __all__ = ["Lifecycle", "Waitable", "seconds"]
 
@@ -31,13 +43,18 @@ SPINS = 50  # tests before the processor is offered to others
 LOOKS = 16  # turns of the loop between two looks for departures and the deadline
 PATIENCE = 200e-6  # seconds of waiting after which the loop sleeps between its turns
 NAP = 100e-6  # seconds at most, and at most an eighth of the time waited
-NOTICE_TAG = 1
+WATCH = 0.1  # seconds between two looks of the watchdog
+ANSWER = 2.0  # seconds that others have to say what they are doing
+LAST_WORDS = 0.5  # seconds in which the others write what they know before the job is ended
+TRACE_VARIABLE = "CUPY_COLL_TRACE_DIR"
 
 
 class Waitable(Protocol):
     """What the loop asks of an operation."""
 
     done: bool
+    identity: Hashable  # the same on all ranks
+    ranks: Sequence[int]  # the global ranks that take part
 
     def advance(self) -> bool:
         """Take the steps that are possible now; tell whether the operation has ended."""
@@ -83,28 +100,44 @@ class Lifecycle:
     """The waiting and the end of one process in one world of processes.
 
     Args:
-        comm: a communicator of the world that nobody else uses; notices travel on it.
+        comm: a communicator of the world that nobody else uses.
         timeout: seconds after which a wait raises :class:`CommTimeoutError`.
     """
 
     def __init__(self, comm: Any, timeout: float) -> None:
-        self.comm = comm
         self.timeout = timeout
+        self.mailbox = Mailbox(comm)
+        self.recorder = Recorder(comm.rank, comm.size)
+        self.check: CheckMode | None = None
         self.departed: dict[int, Notice] = {}
         self.lock = threading.RLock()
         self.in_flight: list[Waitable] = []
         self.failure: Exception | None = None
         self.active = True
         self._pid = os.getpid()
-        self._notices_sent: list[tuple[Any, bytes]] | None = None
+        self._said = False
         self._counters: list[Callable[[int], tuple[str, dict[str, int]]]] = []
+        self._expired: set[Hashable] = set()
+        self._answers: dict[int, tuple[Notice, str]] = {}
+        self.mailbox.handlers |= {
+            "gone": self._take_notice,
+            "query": self._answer,
+            "answer": self._take_answer,
+            "abort": self._take_abort,
+        }
         _install_exit_hooks(self)
+        _dump_on_signal()
+        self._stop = threading.Event()
+        self._watchdog = threading.Thread(target=self._watch, name="cupy_coll watchdog", daemon=True)
+        if comm.size > 1:
+            self._watchdog.start()
 
     # ------------------------------------------------------------------ operations
 
-    def register(self, counters: Callable[[int], tuple[str, dict[str, int]]]) -> None:
-        """Add a channel; ``counters(rank)`` tells its key and what has been started on it that concerns rank."""
+    def register(self, counters: Callable[[int], tuple[str, dict[str, int]]], key: str, ranks: Sequence[int]) -> None:
+        """Add the channel ``key`` of ``ranks``; ``counters(rank)`` tells its key and what it has started with rank."""
         self._counters.append(counters)
+        self.recorder.members[key] = ranks
 
     def unregister(self, counters: Callable[[int], tuple[str, dict[str, int]]]) -> None:
         """Remove a channel that is closed."""
@@ -128,44 +161,63 @@ class Lifecycle:
 
         Args:
             timeout: seconds for this wait alone; when they have passed the operation goes on and can be waited
-                for again. None: the world's timeout, after which the operation has failed.
+                for again. None: the world's timeout, after which the operation has failed on every rank that waits.
 
         Raises:
             PeerError: a member has left without taking part.
             CommTimeoutError: the time is over.
         """
-        if self._spin(lambda: operation.done):
-            return
+        for _ in range(SPINS):
+            if operation.done:
+                return
+            self.progress()
         limit = self.timeout if timeout is None else timeout
+
+        def given_up() -> bool:
+            return operation.identity in self._expired
+
         try:
-            self._loop(lambda: operation.done, lambda: operation.missing(self.departed), operation.describe, limit)
-        except CupyCollError as error:
-            if timeout is None or isinstance(error, PeerError):
-                self._give_up(operation, error)
+            if self.wait_until(lambda: operation.done, operation.missing, operation.describe, limit, given_up):
+                return
+        except PeerError as error:
+            self._give_up(operation, error)
             raise
+        if timeout is not None:
+            raise CommTimeoutError(f"{operation.describe()}: not ended after {limit:g} s; it goes on")
+        timed_out = CommTimeoutError(self._report(operation, limit))
+        self._give_up(operation, timed_out)
+        self.dump_if_wanted("timeout")
+        raise timed_out
 
     def drain(self) -> None:
         """Wait for everything in flight."""
         while self.in_flight:
-            operation = self.in_flight[0]
-            self.wait(operation)
-            if operation in self.in_flight:
-                self.progress()
-
-    def _spin(self, done: Callable[[], bool]) -> bool:
-        for _ in range(SPINS):
-            if done():
-                return True
+            self.wait(self.in_flight[0])
             self.progress()
-        return done()
 
-    def _loop(
+    def wait_until(
         self,
         done: Callable[[], bool],
-        missing: Callable[[], list[int]],
+        missing: Callable[[dict[int, Notice]], list[int]],
         describe: Callable[[], str],
         limit: float,
-    ) -> None:
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """The loop in which this process waits for others.
+
+        Args:
+            done: what is waited for.
+            missing: which of the departed processes it cannot come without.
+            describe: it in words.
+            limit: seconds.
+            given_up: whether another process' time for it is over.
+
+        Returns:
+            Whether it is done; False where the time is over.
+
+        Raises:
+            PeerError: a process that it cannot come without has departed.
+        """
         begin = time.monotonic()
         turn = 0
         while not done():
@@ -175,14 +227,24 @@ class Lifecycle:
                 os.sched_yield()
                 continue
             waited = time.monotonic() - begin
-            self._look_for_notices()
-            gone = missing()
-            if gone and not done():
-                raise PeerError(f"{describe()}: {self._reasons(gone)}", tuple(gone))
-            if waited > limit:
-                raise CommTimeoutError(f"{describe()}: not ended after {limit:g} s")
+            self.deliver()
+            gone = missing(self.departed)
+            if done():
+                return True
+            if gone:
+                reasons = ", ".join(f"rank {rank} {self.departed[rank].reason}" for rank in gone)
+                raise PeerError(f"{describe()}: {reasons}", tuple(gone))
+            if waited > limit or given_up():
+                return False
             if waited > PATIENCE:
                 time.sleep(min(NAP, waited / 8))
+        return True
+
+    def deliver(self) -> None:
+        """Take in the messages that have come."""
+        with self.lock:
+            if self.active:
+                self.mailbox.deliver()
 
     def _give_up(self, operation: Waitable, error: Exception) -> None:
         with self.lock:
@@ -190,33 +252,105 @@ class Lifecycle:
             operation.fail(error)
             self.in_flight = [other for other in self.in_flight if not other.done]
 
-    def _reasons(self, ranks: Iterable[int]) -> str:
-        return ", ".join(f"rank {rank} {self.departed[rank].reason}" for rank in ranks)
+    def _watch(self) -> None:
+        # While the program computes or sleeps it is this thread that answers the others.
+        while not self._stop.wait(WATCH):
+            self.deliver()
+
+    # ------------------------------------------------------------------ what the others are doing
+
+    def states(self, ranks: Sequence[int], expired: Hashable = None) -> dict[int, tuple[Notice, str]]:
+        """Ask ``ranks`` what they have started and do, and wait a little for their answers.
+
+        Args:
+            expired: the identity of an operation whose time is over here; who waits for it gives up too.
+
+        Returns:
+            For each rank that answers its counts and its last operation in words; also for this one.
+        """
+        with self.lock:
+            self._answers = {}
+            self.mailbox.post("query", expired, ranks)
+        begin = time.monotonic()
+        others = set(ranks) - {self.mailbox.rank} - set(self.departed)
+        while not others <= self._answers.keys() and time.monotonic() - begin < ANSWER:
+            self.deliver()
+            time.sleep(NAP)
+        answers = dict(self._answers)
+        if self.mailbox.rank in ranks:
+            answers[self.mailbox.rank] = Notice(False, "", self._started_with(self.mailbox.rank)), self.recorder.last()
+        return answers
+
+    def states_in_words(self, ranks: Sequence[int], states: dict[int, tuple[Notice, str]]) -> str:
+        """One line a rank: its last operation, that it has left, or that it does not answer."""
+        return "".join(f"\n    rank {rank}: {self._state_in_words(rank, states)}" for rank in ranks)
+
+    def _state_in_words(self, rank: int, states: dict[int, tuple[Notice, str]]) -> str:
+        if rank in states:
+            return states[rank][1]
+        if rank in self.departed:
+            return self.departed[rank].reason
+        return f"does not answer within {ANSWER:g} s"
+
+    def _report(self, operation: Waitable, limit: float) -> str:
+        states = self.states(operation.ranks, operation.identity)
+        counts = {rank: notice for rank, (notice, _) in states.items()} | self.departed
+        absent = operation.missing(counts)
+        silent = [rank for rank in operation.ranks if rank not in counts]
+        arrived = [rank for rank in operation.ranks if rank not in absent and rank not in silent]
+        report = (
+            f"{operation.describe()}: not ended after {limit:g} s; rank {self.mailbox.rank} on {socket.gethostname()}"
+        )
+        for title, ranks in (("arrived", arrived), ("not arrived", absent), ("unknown", silent)):
+            if ranks:
+                report += f"\n  {title}:{self.states_in_words(ranks, states)}"
+        return report
+
+    def _started_with(self, rank: int) -> dict[str, dict[str, int]]:
+        return dict(counters(rank) for counters in self._counters)
+
+    def _answer(self, source: int, expired: Hashable) -> None:
+        if expired is not None:
+            self._expired.add(expired)
+        self.mailbox.post("answer", (self._started_with(source), self.recorder.last()), [source])
+
+    def _take_answer(self, source: int, content: tuple[dict[str, dict[str, int]], str]) -> None:
+        started, last = content
+        self._answers[source] = Notice(False, "", started), last
+
+    # ------------------------------------------------------------------ the flight recorder's dumps
+
+    def dump(self, directory: str | os.PathLike[str], reason: str) -> Path:
+        """Write the flight recorder's file of this process."""
+        started = {key: counts for key, counts in self._started_with(self.mailbox.rank).items() if counts}
+        return self.recorder.dump(directory, reason, started)
+
+    def dump_if_wanted(self, reason: str) -> bool:
+        """The same into CUPY_COLL_TRACE_DIR, where it is set; never raises, for what it reports on matters more."""
+        directory = os.environ.get(TRACE_VARIABLE)
+        if not directory:
+            return False
+        try:
+            self.dump(directory, reason)
+        except OSError as error:
+            print(f"cupy_coll: rank {self.mailbox.rank}: cannot write to {directory}: {error}", file=sys.stderr)
+        return True
+
+    def _take_abort(self, source: int, reason: str) -> None:
+        self.dump_if_wanted(f"rank {source} ends the job: {reason}")
 
     # ------------------------------------------------------------------ departures
 
-    def _look_for_notices(self) -> None:
-        MPI = mpi()
-        with self.lock:
-            status = MPI.Status()
-            while self.active and self.comm.Iprobe(MPI.ANY_SOURCE, NOTICE_TAG, status):
-                message = bytearray(status.Get_count(MPI.BYTE))
-                source = status.Get_source()
-                self.comm.Recv([message, MPI.BYTE], source, NOTICE_TAG)
-                self.departed[source] = Notice(*pickle.loads(message))
+    def _take_notice(self, source: int, content: tuple[bool, str, dict[str, dict[str, int]]]) -> None:
+        self.departed[source] = Notice(*content)
 
     def _say(self, together: bool, reason: str) -> None:
         """Tell every other process, once, that this one starts no further operation."""
-        if self._notices_sent is not None:
-            return
-        MPI = mpi()
-        self._notices_sent = []
-        for rank in range(self.comm.size):
-            if rank != self.comm.rank:
-                started = dict(counters(rank) for counters in self._counters)
-                message = pickle.dumps((together, reason, started))
-                request = self.comm.Isend([message, MPI.BYTE], rank, NOTICE_TAG)
-                self._notices_sent.append((request, message))
+        with self.lock:
+            if not self._said:
+                self._said = True
+                for rank in range(self.mailbox.size):
+                    self.mailbox.post("gone", (together, reason, self._started_with(rank)), [rank])
 
     def leave_together(self) -> bool:
         """The end that everybody calls: finish what is in flight and wait until all others are at their end too.
@@ -230,30 +364,38 @@ class Lifecycle:
         if self.failure is not None:
             return False  # still active: the interpreter's exit ends the job
         self.drain()
-        others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
-        MPI = mpi()
+        others = [rank for rank in range(self.mailbox.size) if rank != self.mailbox.rank]
 
         def arrived() -> bool:
-            self._look_for_notices()
-            sent = [request for request, _ in self._notices_sent or []]
-            return len(self.departed) == len(others) and MPI.Request.Testall(sent)
+            self.deliver()
+            return len(self.departed) == len(others) and self.mailbox.all_sent()
 
-        def describe() -> str:
+        if not self.wait_until(arrived, lambda departed: [], lambda: "destroy", self.timeout):
             waiting = [rank for rank in others if rank not in self.departed]
-            return f"destroy: waiting for rank{'s' * (len(waiting) > 1)} {', '.join(map(str, waiting))}"
-
-        self._loop(arrived, list, describe, self.timeout)
-        self.active = False
+            states = self.states_in_words(waiting, self.states(waiting))
+            self.failure = CommTimeoutError(f"destroy: after {self.timeout:g} s not called by{states}")
+            raise self.failure
+        self._end()
         return all(notice.together for notice in self.departed.values())
 
     def dismiss(self) -> None:
         """Forget a world that did not come about; every process does so."""
+        self._end()
+        self.mailbox.free()
+
+    def _end(self) -> None:
+        self._stop.set()
+        if self._watchdog.is_alive():
+            self._watchdog.join()
         self.active = False
-        self.comm.Free()
 
     def leave(self) -> None:
         """The end of a process that has not called :meth:`leave_together`; called by the interpreter's exit."""
-        if not self.active or self._pid != os.getpid() or mpi().Is_finalized() or _exit_status:
+        if not self.alive():
+            return
+        if _exit_status:  # mpi4py ends the job with it, after this
+            self._announce_abort(f"exit status {_exit_status}")
+            self._end()
             return
         if self.failure is None:
             self._say(False, "left: its program ended")
@@ -262,14 +404,26 @@ class Lifecycle:
             except CupyCollError as error:
                 self.failure = error
         if self.failure is not None:
-            print(f"cupy_coll: rank {self.comm.rank}: {self.failure}", file=sys.stderr)
-            self.abort(1)
+            print(f"cupy_coll: rank {self.mailbox.rank}: {self.failure}", file=sys.stderr)
+            self.abort(1, str(self.failure))
+        self._end()
 
-    def abort(self, status: int) -> None:
+    def alive(self) -> bool:
+        """Whether this process is in this world."""
+        return self.active and self._pid == os.getpid() and not mpi().Is_finalized()
+
+    def abort(self, status: int, reason: str) -> None:
         """End the whole job with ``status``."""
         sys.stdout.flush()
         sys.stderr.flush()
-        self.comm.Abort(status)
+        self._announce_abort(reason)
+        self.mailbox.comm.Abort(status)
+
+    def _announce_abort(self, reason: str) -> None:
+        if self.dump_if_wanted(f"this rank ends the job: {reason}"):
+            with self.lock:
+                self.mailbox.post("abort", reason, range(self.mailbox.size))
+            time.sleep(LAST_WORDS)  # the others write their files
 
 
 # ---------------------------------------------------------------------- the interpreter's end
@@ -284,6 +438,13 @@ def _leave() -> None:
         _current.leave()
 
 
+def _dump_on_signal() -> None:
+    """SIGUSR1 writes the flight recorder's file, where it has a directory and the program has no other use for it."""
+    ours = threading.current_thread() is threading.main_thread()
+    if ours and os.environ.get(TRACE_VARIABLE) and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, lambda number, frame: _current and _current.dump_if_wanted("SIGUSR1"))
+
+
 def _install_exit_hooks(lifecycle: Lifecycle) -> None:
     global _current, _installed
     _current = lifecycle
@@ -295,10 +456,12 @@ def _install_exit_hooks(lifecycle: Lifecycle) -> None:
 
     def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         previous(kind, value, trace)
-        interactive = hasattr(sys, "ps1") or sys.flags.interactive
-        alive = _current is not None and _current.active and _current._pid == os.getpid()
-        if alive and not interactive and _current is not None and _current.comm.size > 1:
-            _current.abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        if hasattr(sys, "ps1") or sys.flags.interactive or _current is None:
+            return
+        if _current.alive() and _current.mailbox.size > 1:
+            if isinstance(value, (CommTimeoutError, MismatchError)):
+                time.sleep(LAST_WORDS)  # the others raise it too, and each writes its own report
+            _current.abort(130 if issubclass(kind, KeyboardInterrupt) else 1, repr(value))
 
     sys.excepthook = excepthook
 

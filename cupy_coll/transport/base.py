@@ -10,8 +10,10 @@ from typing import Any, Literal, Protocol
 import torch
 
 from cupy_coll.bootstrap import mpi
-from cupy_coll.dtypes import Reduction
+from cupy_coll.checkmode import CheckMode, in_words
+from cupy_coll.dtypes import Reduction, reduction_name
 from cupy_coll.errors import CupyCollError, MismatchError, PeerError, TransportError
+from cupy_coll.recorder import Recorder
 
 __all__ = ["Channel", "Engine", "Operation", "Steps", "Transport", "Work"]
 
@@ -24,11 +26,13 @@ class Engine(Protocol):
     """What a channel needs of the process' lifecycle."""
 
     failure: Exception | None
+    recorder: Recorder
+    check: CheckMode | None
 
     def start(self, operation: Any) -> None: ...
     def progress(self) -> None: ...
     def wait(self, operation: Any, timeout: float | None = None) -> None: ...
-    def register(self, counters: Any) -> None: ...
+    def register(self, counters: Any, key: str, ranks: Sequence[int]) -> None: ...
     def unregister(self, counters: Any) -> None: ...
 
 
@@ -86,6 +90,7 @@ class Channel:
 
     def __init__(self, comm: Any, engine: Engine, key: str, ranks: tuple[int, ...], group: str) -> None:
         self.comm = comm
+        self.rank: int = comm.rank
         self.engine = engine
         self.key = key
         self.ranks = ranks
@@ -95,7 +100,7 @@ class Channel:
         self.sends = [0] * len(ranks)
         self.recvs = [0] * len(ranks)
         self.error: Exception | None = None
-        engine.register(self._counters)
+        engine.register(self._counters, key, ranks)
 
     def submit(
         self,
@@ -133,6 +138,29 @@ class Channel:
         self.engine.start(operation)
         return operation
 
+    def compare(
+        self,
+        name: str,
+        tensor: torch.Tensor | None = None,
+        op: Reduction | None = None,
+        root: int | None = None,
+        sends: Sequence[int] = (),
+        receives: Sequence[int] = (),
+    ) -> None:
+        """In check mode wait for every member's call of a collective, and compare them.
+
+        Args:
+            name, tensor, op, root: what all members call with.
+            sends, receives: elements for and from each member, where those may differ between members.
+
+        Raises:
+            MismatchError: on every member, where they do not belong together.
+        """
+        if self.engine.check is not None:
+            reduction = "" if op is None else reduction_name(name, op)
+            text = in_words(name, tensor, reduction, None if root is None else self.ranks[root])
+            self.engine.check.compare(self.key, self.group, self.ranks, text, sends, receives)
+
     def run(self, name: str, steps: Steps, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Start an operation, wait for its end and raise its error."""
         operation = self.submit(name, steps, tensors)
@@ -157,8 +185,8 @@ class Operation:
     """One communication in flight; holds its tensors until it has ended."""
 
     __slots__ = (
-        "channel", "done", "error", "kind", "name", "number", "outputs", "peer", "requests", "statuses", "steps",
-        "tensors",
+        "channel", "done", "entry", "error", "kind", "name", "number", "outputs", "peer", "requests", "statuses",
+        "steps", "tensors",
     )  # fmt: skip
 
     def __init__(
@@ -184,6 +212,21 @@ class Operation:
         self.statuses: list[Any] | None = None
         self.error: Exception | None = None
         self.done = False
+        self.entry = channel.engine.recorder.begin(channel.key, channel.group, number, name, tensors)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks that take part."""
+        ranks = self.channel.ranks
+        return ranks if self.kind == "collective" else (ranks[self.channel.rank], ranks[self.peer])
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """The same on all ranks that take part."""
+        if self.kind == "collective":
+            return self.channel.key, self.number
+        source, target = (self.channel.rank, self.peer) if self.kind == "send" else (self.peer, self.channel.rank)
+        return self.channel.key, self.number, source, target
 
     def advance(self) -> bool:
         """Take the steps that are possible now; tell whether the operation has ended."""
@@ -245,6 +288,8 @@ class Operation:
         self.done = True
         self.steps.close()
         self.error = error
+        if error is None:
+            self.channel.engine.recorder.end(self.entry)
         if self.kind != "collective":
             return  # the messages between two members are in order whatever becomes of one
         if error is None:

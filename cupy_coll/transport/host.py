@@ -79,27 +79,32 @@ class HostTransport:
         self.channel = channel
         self.comm = channel.comm
         self.size = len(channel.ranks)
-        self.rank = channel.comm.rank if channel.comm is not None else 0
+        self.rank = channel.rank
 
     # ------------------------------------------------------------------ operations
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, *, async_op: bool = False) -> Work | None:
+        self.channel.compare("all_reduce", tensor, op)
         steps = self._all_reduce(_Target(tensor, load=True), op)
         return self._submit("all_reduce", steps, [tensor], [tensor], async_op)
 
     def reduce(self, tensor: torch.Tensor, dst: int, op: Reduction, *, async_op: bool = False) -> Work | None:
+        self.channel.compare("reduce", tensor, op, dst)
         steps = self._reduce(tensor, dst, op)
         return self._submit("reduce", steps, [tensor], [tensor] if self.rank == dst else [], async_op)
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Work | None:
+        self.channel.compare("broadcast", tensor, root=src)
         return self._submit("broadcast", self._broadcast(tensor, src), [tensor], [tensor], async_op)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> Work | None:
+        self.channel.compare("all_gather", source)
         return self._submit("all_gather", self._all_gather(output, source), [source], [output], async_op)
 
     def reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, op: Reduction, *, async_op: bool = False
     ) -> Work | None:
+        self.channel.compare("reduce_scatter", output, op)
         return self._submit("reduce_scatter", self._reduce_scatter(output, source, op), [source], [output], async_op)
 
     def gather(
@@ -110,6 +115,7 @@ class HostTransport:
         *,
         async_op: bool = False,
     ) -> Work | None:
+        self.channel.compare("gather", tensor, root=dst)
         outputs = list(gather_list or ())
         inputs = [tensor if index == dst else None for index in range(self.size)]
         steps = self._exchange(outputs if self.rank == dst else [None] * self.size, inputs)
@@ -123,6 +129,7 @@ class HostTransport:
         *,
         async_op: bool = False,
     ) -> Work | None:
+        self.channel.compare("scatter", tensor, root=src)
         outputs = [tensor if index == src else None for index in range(self.size)]
         inputs = list(scatter_list or ()) if self.rank == src else [None] * self.size
         return self._submit("scatter", self._exchange(outputs, inputs), [tensor], [tensor], async_op)
@@ -130,6 +137,8 @@ class HostTransport:
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, async_op: bool = False
     ) -> Work | None:
+        sends, receives = [x.numel() for x in inputs], [x.numel() for x in outputs]
+        self.channel.compare("all_to_all", sends=sends, receives=receives)
         return self._submit("all_to_all", self._exchange(outputs, inputs), inputs, outputs, async_op)
 
     def send(self, tensor: torch.Tensor, dst: int, *, async_op: bool = False) -> Work | None:
@@ -139,6 +148,7 @@ class HostTransport:
         return self._submit("recv", self._recv(tensor, src), [tensor], [tensor], async_op, "recv", src)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
+        self.channel.compare("barrier")
         return self._submit("barrier", self._barrier(), [], [], async_op)
 
     def _submit(

@@ -39,6 +39,7 @@ def all_gather_objects(
     Raises:
         ArgumentError: on every member, where a value cannot be pickled on one or unpickled on one.
     """
+    channel.compare(function)
     buffers: list[pickle.PickleBuffer] = []
 
     def in_band(buffer: pickle.PickleBuffer) -> bool:

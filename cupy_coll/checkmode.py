@@ -1,0 +1,195 @@
+"""Check mode: before each operation its members compare what they were called with.
+
+Every member sends its call to every other member and waits for theirs, so operations of all groups run one after
+another while it is on. The calls that one process sends to another are in the order of the program; where the next one
+that comes is for another group than the one waited for, the two processes wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cupy_coll.check import ranks_in_words
+from cupy_coll.dtypes import name_of
+from cupy_coll.errors import MismatchError
+
+if TYPE_CHECKING:
+    from cupy_coll.lifecycle import Lifecycle
+
+__all__ = ["Call", "CheckMode", "differences", "in_words"]
+
+Place = tuple[str, int]  # a channel's key and the number of the call on it
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a member called with.
+
+    Attributes:
+        place: where it belongs.
+        group: the group's name.
+        ranks: the group's members.
+        text: what all members must agree on, in words.
+        sends, receives: elements for and from each member, where those may differ between members.
+    """
+
+    place: Place
+    group: str
+    ranks: tuple[int, ...]
+    text: str
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
+
+
+def in_words(name: str, tensor: torch.Tensor | None, reduction: str = "", root: int | None = None) -> str:
+    """``all_reduce [4, 3] float32, SUM``."""
+    parts = [name if tensor is None else f"{name} {list(tensor.shape)} {name_of(tensor.dtype)}"]
+    if reduction:
+        parts.append(reduction)
+    if root is not None:
+        parts.append(f"root rank {root}")
+    return ", ".join(parts)
+
+
+def differences(calls: dict[int, Call]) -> str:
+    """What is wrong with the members' calls at one place, in words; empty where nothing is."""
+    texts: dict[str, list[int]] = defaultdict(list)
+    for rank, call in calls.items():
+        texts[call.text].append(rank)
+    if len(texts) > 1:
+        return _sides([(ranks, text) for text, ranks in texts.items()])
+    members = list(calls)
+    for i, source in enumerate(members):
+        for j, target in enumerate(members):
+            if calls[source].sends and calls[source].sends[j] != calls[target].receives[i]:
+                sent, expected = calls[source].sends[j], calls[target].receives[i]
+                return (
+                    f"ranks {source} and {target} differ"
+                    f"\n    rank {source}: {calls[source].text}, sends {sent} elements to rank {target}"
+                    f"\n    rank {target}: {calls[target].text}, expects {expected} elements from rank {source}"
+                )
+    return ""
+
+
+def _sides(sides: list[tuple[list[int], str]]) -> str:
+    """Name the odd ranks (all but the largest side) and show every side in a line."""
+    sides = sorted(sides, key=lambda side: (-len(side[0]), side[0]))
+    odd = sorted(rank for ranks, _ in sides[1:] for rank in ranks)
+    lines = "".join(f"\n    {ranks_in_words(ranks)}: {text}" for ranks, text in sides)
+    return f"{ranks_in_words(odd)} differ{'s' * (len(odd) == 1)} from {ranks_in_words(sides[0][0])}{lines}"
+
+
+class CheckMode:
+    """The comparison of calls in one world.
+
+    Args:
+        lifecycle: carries the messages and waits.
+    """
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+        self._numbers: dict[str, int] = defaultdict(int)  # the next call of each channel
+        self._inbox: dict[int, deque[Call]] = defaultdict(deque)  # what each rank has sent, in order
+        self._verdicts: list[tuple[str, list[Place]]] = []  # errors found elsewhere, and the places that they void
+        self._voided: set[Place] = set()
+        lifecycle.mailbox.handlers |= {"call": self._take_call, "verdict": self._take_verdict}
+
+    def compare(
+        self, key: str, group: str, ranks: tuple[int, ...], text: str, sends: Sequence[int], receives: Sequence[int]
+    ) -> None:
+        """Return when every member has come here with a call that fits.
+
+        Raises:
+            MismatchError: on every member, where one called with something else, in another group, or not at all
+                within the timeout. Nothing has been sent then, and the next operation works.
+            PeerError: a member has left.
+        """
+        place = (key, self._numbers[key])
+        call = Call(place, group, ranks, text, tuple(sends), tuple(receives))
+        own = self._lifecycle.mailbox.rank
+        others = [rank for rank in ranks if rank != own]
+        entry = self._lifecycle.recorder.begin(key, group, place[1], f"check {text}", ())
+        with self._lifecycle.lock:
+            self._lifecycle.mailbox.post("call", call, others)
+
+        def verdict() -> str:
+            return next((text for text, places in self._verdicts if place in places), "")
+
+        def elsewhere() -> list[int]:
+            return [rank for rank in others if self._inbox[rank] and self._inbox[rank][0].place != place]
+
+        def absent() -> list[int]:
+            return [rank for rank in others if not self._inbox[rank]]
+
+        came = self._lifecycle.wait_until(
+            lambda: bool(verdict() or elsewhere() or not absent()),
+            lambda departed: [rank for rank in absent() if rank in departed],
+            lambda: f"{text} (group {group}, call {place[1]})",
+            self._lifecycle.timeout,
+        )
+        if not came:
+            self._publish(self._missing(call, absent()), [call])
+        with self._lifecycle.lock:
+            if elsewhere() and not verdict():
+                theirs = self._inbox[elsewhere()[0]][0]
+                self._publish(self._crossing(call, theirs), [call, theirs])
+            if verdict():
+                self._raise(verdict(), place)
+            calls = {rank: call if rank == own else self._inbox[rank].popleft() for rank in ranks}
+            self._numbers[key] += 1
+        wrong = differences(calls)
+        if wrong:
+            raise MismatchError(f"{text} (group {group}, call {place[1]}): {wrong}")
+        self._lifecycle.recorder.end(entry)
+
+    def _missing(self, call: Call, absent: list[int]) -> str:
+        states = self._lifecycle.states_in_words(absent, self._lifecycle.states(absent))
+        return (
+            f"{call.text} (group {call.group}, call {call.place[1]}): {ranks_in_words(absent)} did not call it within "
+            f"{self._lifecycle.timeout:g} s{states}"
+        )
+
+    def _crossing(self, call: Call, theirs: Call) -> str:
+        sides = []
+        for one in (call, theirs):
+            ranks = [rank for rank, calls in self._inbox.items() if calls and calls[0].place == one.place]
+            own = [self._lifecycle.mailbox.rank] if one is call else []
+            sides.append((sorted(ranks + own), f"{one.text}, in group {one.group}"))
+        return f"{call.text} (group {call.group}, call {call.place[1]}): {_sides(sides)}"
+
+    def _publish(self, text: str, calls: Sequence[Call]) -> None:
+        """Tell every member of the calls' groups that they end in the error ``text``."""
+        content = (text, [call.place for call in calls])
+        with self._lifecycle.lock:
+            self._lifecycle.mailbox.post("verdict", content, sorted({rank for call in calls for rank in call.ranks}))
+            self._take_verdict(self._lifecycle.mailbox.rank, content)
+
+    def _raise(self, text: str, place: Place) -> None:
+        """Raise ``text``; this rank, like every other one that hears of it, is past the voided places then."""
+        voided = {place, *(other for _, places in self._verdicts if place in places for other in places)}
+        for key, number in voided:
+            self._numbers[key] = max(self._numbers[key], number + 1)
+        self._verdicts = [(said, places) for said, places in self._verdicts if not self._is_over(places)]
+        raise MismatchError(text)
+
+    def _is_over(self, places: Sequence[Place]) -> bool:
+        return any(self._numbers[key] > number for key, number in places)
+
+    # ------------------------------------------------------------------ what comes
+
+    def _take_call(self, source: int, call: Call) -> None:
+        if call.place not in self._voided:
+            self._inbox[source].append(call)
+
+    def _take_verdict(self, source: int, content: Any) -> None:
+        text, places = content
+        self._voided.update(places)
+        for rank, calls in self._inbox.items():
+            self._inbox[rank] = deque(call for call in calls if call.place not in self._voided)
+        if not self._is_over(places):
+            self._verdicts.append((text, places))

@@ -1,0 +1,126 @@
+"""The flight recorder: the last operations of this process, in memory until somebody wants to see them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+__all__ = ["Recorder", "where_the_program_is"]
+
+LENGTH = 1000
+PACKAGE = os.path.dirname(os.path.abspath(__file__))
+
+# One operation: what a dump writes, in its order. A list, because its last field is filled in at the end.
+FIELDS = ("sequence", "channel", "group", "number", "op", "dtype", "shape", "start", "end")
+END = FIELDS.index("end")
+
+
+class Recorder:
+    """A ring of the last 1,000 operations.
+
+    Times are nanoseconds of ``time.perf_counter_ns``; a dump gives them in microseconds since :meth:`set_zero`.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.entries: deque[list[Any]] = deque(maxlen=LENGTH)
+        self.members: dict[str, Sequence[int]] = {}
+        self._sequence = 0
+        self._zero = time.perf_counter_ns()
+        self._zero_wall = time.time()
+
+    def set_zero(self) -> None:
+        """Begin at time 0: called by every process on leaving the same barrier, which aligns their hosts' clocks."""
+        self._zero = time.perf_counter_ns()
+        self._zero_wall = time.time()
+        self.entries.clear()
+
+    def begin(self, channel: str, group: str, number: int, op: str, tensors: Sequence[Any]) -> list[Any]:
+        """Record a start; the caller passes the entry to :meth:`end`."""
+        self._sequence += 1
+        dtype, shape = (tensors[0].dtype, tensors[0].shape) if tensors else (None, None)
+        entry = [self._sequence, channel, group, number, op, dtype, shape, time.perf_counter_ns(), None]
+        self.entries.append(entry)
+        return entry
+
+    @staticmethod
+    def end(entry: list[Any]) -> None:
+        """Record the end of an operation that succeeded."""
+        entry[END] = time.perf_counter_ns()
+
+    def last(self) -> str:
+        """The last operation, and where the program is, in words."""
+        program = f"the program is at {where_the_program_is()}"
+        if not self.entries:
+            return f"no operation yet; {program}"
+        _, _, group, number, op, _, _, start, end = self.entries[-1]
+        if end is None:
+            state = f"in it for {(time.perf_counter_ns() - start) / 1e9:.1f} s"
+        else:
+            state = f"ended {(time.perf_counter_ns() - end) / 1e9:.1f} s ago"
+        return f"last operation {op} (group {group}, operation {number}), {state}; {program}"
+
+    def dump(self, directory: str | os.PathLike[str], reason: str, started: Mapping[str, Mapping[str, int]]) -> Path:
+        """Write everything to ``directory/rank<RANK>.json``, whole or not at all; return the path.
+
+        Args:
+            reason: why it is written.
+            started: for each channel how many operations of each kind have been started.
+        """
+        path = Path(directory) / f"rank{self.rank:05d}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            "version": 1,
+            "rank": self.rank,
+            "world_size": self.size,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "reason": reason,
+            "zero": self._zero_wall,
+            "now": self._microseconds(time.perf_counter_ns()),
+            "program": traceback.format_stack(_main_frame()),
+            "members": {channel: list(ranks) for channel, ranks in self.members.items()},
+            "started": started,
+            "operations": [self._readable(entry) for entry in list(self.entries)],
+        }
+        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        unfinished.write_text(json.dumps(content))
+        unfinished.replace(path)
+        return path
+
+    def _readable(self, entry: list[Any]) -> dict[str, Any]:
+        readable = dict(zip(FIELDS, entry, strict=True))
+        readable["dtype"] = str(readable["dtype"]).removeprefix("torch.") if readable["dtype"] else None
+        readable["shape"] = None if readable["shape"] is None else list(readable["shape"])
+        for field in ("start", "end"):
+            if readable[field] is not None:
+                readable[field] = self._microseconds(readable[field])
+        return readable
+
+    def _microseconds(self, nanoseconds: int) -> float:
+        return (nanoseconds - self._zero) / 1e3
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def where_the_program_is() -> str:
+    """``train.py:42 in step``: the innermost frame of the main thread that is not in this package."""
+    frame = _main_frame()
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    if frame is None:
+        return "an unknown place"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
