@@ -83,7 +83,9 @@ def _object_error(function: str, argument: str, what: str, problem: Exception) -
 def _report(error: Exception | None) -> bytes:
     if error is None:
         return b""
-    return pickle.dumps((_public_class(error), str(error) or type(error).__name__))
+    kind = _public_class(error)
+    attributes = vars(error) if isinstance(error, kind) else {}  # such as TransportError's code
+    return pickle.dumps((kind, str(error) or type(error).__name__, attributes))
 
 
 def _public_class(error: Exception) -> type[CupyCollError]:
@@ -98,9 +100,11 @@ def _raise_everywhere(channel: Channel, function: str, own: Exception | None, re
     if not failed:
         return
     ranks = ", ".join(map(str, failed))
-    kind, text = next(iter(failed.values()))
+    kind, text, attributes = next(iter(failed.values()))
     text = text.removeprefix(f"{function}: ")
-    raise kind(f"{function}: failed on rank{'s' * (len(failed) > 1)} {ranks}: {text}") from own
+    everywhere = kind(f"{function}: failed on rank{'s' * (len(failed) > 1)} {ranks}: {text}")
+    vars(everywhere).update(attributes)
+    raise everywhere from own
 
 
 def _all_gather_bytes(channel: Channel, function: str, message: bytes) -> list[bytes]:

@@ -1,0 +1,389 @@
+"""A shard's one-read summary of its logits, the message that carries it, and the merge of all shards'
+messages.
+
+The vocabulary [0, V) is cut into 16 tiles of equal width, counted from the global column 0. For each row and
+tile a shard computes ``m`` = max x and ``s`` = sum exp(x - m), with entropy also ``t`` = sum (x - m) exp(x -
+m), and the target's logit where it owns it. One all-gather of these numbers is all that a forward sends;
+every rank then merges the tiles in column order, so every rank gets the same bits.
+
+Message of one rank, in the compute dtype (float32, or float64 for float64 logits)::
+
+    [ header: 4 int64, bit for bit | row 0 | row 1 | ... ]
+    header: start, end, columns, rows
+    row:    slots x (m, s[, t]), target's logit
+
+The number of slots follows from the number of ranks alone, so ranks never negotiate a layout: 16 / ranks
+where that
+divides, else 1. A rank whose range looks like an equal share that tile bounds cut evenly fills its slots with
+its tiles; any other rank puts its whole shard into the first and (-inf, 0) into the rest.
+
+Why the bits are the same for any number of rows, chunk, alignment, and any tensor-parallel size that cuts
+between
+tiles: a tile is summed by ``torch.sum`` over the last dimension of a contiguous buffer, in which the order of
+    additions
+follows from the index in the row alone; elementwise functions give the same bits wherever an element lies
+(both tried for the AVX-512, AVX2 and plain paths of torch). A sum of a single row of more than 32,768 numbers
+would be split over
+threads: tiles are cut into sub-tiles of 16,384 columns, merged in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cupy_coll.errors import ArgumentError, MismatchError
+from cupy_coll.logprob.rows import BLOCK_ELEMENTS, Rows, row_blocks
+
+__all__ = [
+    "IGNORED",
+    "TILES",
+    "MessageLayout",
+    "Shard",
+    "Summary",
+    "compute_dtype",
+    "merge_messages",
+    "merge_tiles",
+    "shard_message",
+    "tp_invariant",
+]
+
+TILES = 16
+SUBTILE_COLUMNS = 16_384
+IGNORED = -100
+"""Target of a row that counts for nothing: value 0, gradient zero."""
+
+LOWEST = -1e4
+"""exp(LOWEST) is 0 in every compute dtype; stands for -inf where 0 * (-inf) has to be 0."""
+
+_NEG_INF = float("-inf")
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which logits of ``dtype`` are summed, sent and returned."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def slots_per_rank(ranks: int) -> int:
+    """Tile slots that each of ``ranks`` members has in its message."""
+    return TILES // ranks if TILES % ranks == 0 else 1
+
+
+def tp_invariant(vocab_size: int, tp_size: int) -> bool:
+    """Whether this layout is one of those that give the same bits whatever the tensor-parallel size.
+
+    Log-probabilities, entropies and gradients over a vocabulary of ``vocab_size`` columns in ``tp_size``
+    equal shards are then bitwise those of the same vocabulary in 1, 2, 4, 8 or 16 equal shards. (They are the
+    same on all ranks, and for any batch and chunk, in every layout.)
+
+    Raises:
+        ArgumentError: a size is below 1.
+    """
+    for name, value in (("vocab_size", vocab_size), ("tp_size", tp_size)):
+        if value < 1:
+            raise ArgumentError(f"tp_invariant: {name} is {value}, expected at least 1")
+    return vocab_size % TILES == 0 and TILES % tp_size == 0
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank holds: columns [start, end) of the vocabulary, as the first columns of its logits.
+
+    ``start`` is None where the caller does not say (log-softmax, entropy): the ranks' shards then simply
+    follow each other, and no ranges are compared.
+    """
+
+    rank: int  # index in the group
+    ranks: int
+    columns: int  # of the local logits, padding included
+    start: int | None = None
+    end: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Columns that count. A range that does not fit its columns is clipped here; the merge reports it."""
+        if self.start is None or self.end is None:
+            return self.columns
+        return min(max(self.end - self.start, 0), self.columns)
+
+    @property
+    def first_column(self) -> int:
+        return self.rank * self.width if self.start is None else self.start
+
+    @property
+    def tiles(self) -> int:
+        """Tiles that the shard is summed in: all slots of an equal share, else 1."""
+        slots = slots_per_rank(self.ranks)
+        equal_share = self.first_column == self.rank * self.width
+        return slots if equal_share and self.width and self.width % slots == 0 else 1
+
+    def local_target(self, target: Tensor) -> Tensor:
+        """Column of each target in this shard, int64; -100 stays, -1 where another rank owns it (or nobody)."""
+        local = target.to(torch.int64) - self.first_column
+        elsewhere = torch.where(target == IGNORED, IGNORED, -1)
+        return torch.where((local >= 0) & (local < self.width), local, elsewhere)
+
+
+@dataclass(frozen=True)
+class MessageLayout:
+    """Where things lie in a message; follows from what all ranks know without asking."""
+
+    ranks: int
+    rows: int
+    entropy: bool
+    dtype: torch.dtype
+
+    HEADER_INTS = 4
+
+    @property
+    def slots(self) -> int:
+        return slots_per_rank(self.ranks)
+
+    @property
+    def fields(self) -> int:
+        return 3 if self.entropy else 2
+
+    @property
+    def row_length(self) -> int:
+        return self.slots * self.fields + 1
+
+    @property
+    def header_length(self) -> int:
+        return self.HEADER_INTS * 8 // self.dtype.itemsize
+
+    @property
+    def length(self) -> int:
+        return self.header_length + self.rows * self.row_length
+
+    def pack(self, shard: Shard, tiles: Tensor, target_logit: Tensor) -> Tensor:
+        """Build the message from tiles [rows, shard.tiles, fields] and target_logit [rows]."""
+        message = torch.empty(self.length, dtype=self.dtype, device=tiles.device)
+        header = torch.tensor([shard.start or 0, shard.end or 0, shard.columns, self.rows])
+        message[: self.header_length].view(torch.int64).copy_(header)
+        body = message[self.header_length :].view(self.rows, self.row_length)
+        slots = body[:, :-1].view(self.rows, self.slots, self.fields)
+        slots[:, : shard.tiles] = tiles
+        slots[:, shard.tiles :] = 0
+        slots[:, shard.tiles :, 0] = _NEG_INF
+        body[:, -1] = target_logit
+        return message
+
+    def unpack(self, gathered: Tensor) -> tuple[list[list[int]], Tensor, Tensor]:
+        """Split all ranks' messages into headers, tiles [rows, ranks * slots, fields] and logits [ranks,
+        rows]."""
+        messages = gathered.view(self.ranks, self.length)
+        header = messages[:, : self.header_length].flatten().clone().view(torch.int64)
+        body = messages[:, self.header_length :].view(self.ranks, self.rows, self.row_length)
+        slots = body[..., :-1].unflatten(-1, (self.slots, self.fields))
+        tiles = slots.transpose(0, 1).reshape(self.rows, self.ranks * self.slots, self.fields)
+        return header.view(self.ranks, self.HEADER_INTS).tolist(), tiles, body[..., -1]
+
+
+def _pivot(maximum: Tensor) -> Tensor:
+    """The maximum to subtract: finite where it is -inf, so that -inf - pivot is -inf, not NaN. NaN stays
+    NaN."""
+    return maximum.clamp(min=torch.finfo(maximum.dtype).min)
+
+
+def _sum_in_order(values: Tensor) -> Tensor:
+    """Sum over the last dimension, from the first to the last."""
+    total = values[..., 0].clone()
+    for i in range(1, values.shape[-1]):
+        total += values[..., i]
+    return total
+
+
+def merge_tiles(tiles: Tensor, scale: float) -> Tensor:
+    """Merge tiles [..., n, fields] in column order into one [..., fields]."""
+    m, s = tiles[..., 0], tiles[..., 1]
+    maximum = m.amax(-1)
+    delta = (m - _pivot(maximum).unsqueeze(-1)).mul_(scale)
+    factor = delta.exp()
+    merged = [maximum, _sum_in_order(s * factor)]
+    if tiles.shape[-1] == 3:
+        moved = tiles[..., 2] + delta.clamp_(min=LOWEST) * s
+        merged.append(_sum_in_order(moved * factor))
+    return torch.stack(merged, -1)
+
+
+def _block_partials(x: Tensor, buffers: list[Tensor], scale: float) -> Tensor:
+    """(m, s[, t]) over the last dimension of ``x`` [rows, tiles, columns]; t where there is a second
+    buffer."""
+    d = buffers[0][: x.numel()].view(x.shape)
+    if x.dtype == d.dtype:
+        m = x.amax(-1)
+        torch.sub(x, _pivot(m).unsqueeze(-1), out=d)
+    else:  # widened once, then as above
+        d.copy_(x)
+        m = d.amax(-1)
+        d.sub_(_pivot(m).unsqueeze(-1))
+    if scale != 1.0:
+        d.mul_(scale)
+    if len(buffers) == 1:
+        return torch.stack([m, d.exp_().sum(-1)], -1)
+    e = torch.exp(d, out=buffers[1][: x.numel()].view(x.shape))
+    s = e.sum(-1)
+    return torch.stack([m, s, e.mul_(d.clamp_(min=LOWEST)).sum(-1)], -1)
+
+
+def _shard_tiles(
+    logits: Tensor,
+    rows: Rows,
+    shard: Shard,
+    active: Tensor | None,
+    layout: MessageLayout,
+    scale: float,
+    chunk_size: int | None,
+) -> Tensor:
+    """Partials [rows in memory order, shard.tiles, fields] in one read of the logits."""
+    tiles, width = shard.tiles, shard.width // shard.tiles
+    out = torch.zeros(rows.count, tiles, layout.fields, dtype=layout.dtype, device=logits.device)
+    out[..., 0] = _NEG_INF
+    if width == 0:
+        return out
+    columns = min(width, SUBTILE_COLUMNS)
+    together = max(1, min(tiles, BLOCK_ELEMENTS // columns))
+    step = min(max(1, BLOCK_ELEMENTS // (together * columns)), chunk_size or BLOCK_ELEMENTS)
+    buffers = [
+        torch.empty(step * together * columns, dtype=layout.dtype, device=logits.device)
+        for _ in range(layout.fields - 1)
+    ]
+    for first, (run,) in rows.runs(logits[..., : shard.width]):
+        by_tile = run.unflatten(-1, (tiles, width))
+        here = slice(first, first + run.shape[0])
+        for block in row_blocks(run.shape[0], step, None if active is None else active[here]):
+            for tile in range(0, tiles, together):
+                some = slice(tile, tile + together)
+                parts = [
+                    _block_partials(by_tile[:, some, column : column + columns][block], buffers, scale)
+                    for column in range(0, width, columns)
+                ]
+                out[here][block, some] = parts[0] if len(parts) == 1 else merge_tiles(torch.stack(parts, -2), scale)
+    return out
+
+
+def _target_logits(logits: Tensor, rows: Rows, local: Tensor, dtype: torch.dtype) -> Tensor:
+    """The target's logit [rows in memory order] where ``local`` is not -1, else 0."""
+    out = torch.zeros(rows.count, dtype=dtype, device=logits.device)
+    for first, (run,) in rows.runs(logits):
+        columns = local[first : first + run.shape[0]]
+        mine = (columns >= 0).nonzero().flatten()
+        out[first + mine] = run[mine, columns[mine]].to(dtype)
+    return out
+
+
+def shard_message(
+    logits: Tensor,
+    local_target: Tensor | None,
+    shard: Shard,
+    layout: MessageLayout,
+    *,
+    scale: float = 1.0,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Summarise this rank's logits [..., columns] in one read; the message to gather, [layout.length].
+
+    Args:
+        local_target: [...] as :meth:`Shard.local_target` gives it, or None. Ignored rows are not read, unless for
+            their entropy.
+        scale: 1 / temperature.
+        chunk_size: bounds the rows of a block.
+    """
+    rows = Rows(logits)
+    active = None
+    target_logit = torch.zeros(rows.count, dtype=layout.dtype, device=logits.device)
+    if local_target is not None:
+        local = rows.flatten(local_target)
+        target_logit = _target_logits(logits, rows, local, layout.dtype)
+        active = None if layout.entropy else local != IGNORED
+    tiles = _shard_tiles(logits, rows, shard, active, layout, scale, chunk_size)
+    return layout.pack(shard, rows.restore(tiles), rows.restore(target_logit))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What all shards together say of each row; the same bits on every rank. All [rows] in the caller's
+    order."""
+
+    maximum: Tensor
+    log_sum: Tensor  # of exp((x - maximum) * scale): kept apart from the maximum, for precision
+    logprob: Tensor | None
+    entropy: Tensor | None
+
+
+def _check_rows(function: str, headers: list[list[int]], rows: int) -> None:
+    for rank, (_, _, _, its_rows) in enumerate(headers):
+        if its_rows != rows:
+            raise MismatchError(
+                f"{function}: vocab_parallel_logits has {its_rows} rows on rank {rank} of the group, {rows} on this one"
+            )
+
+
+def _check_ranges(function: str, headers: list[list[int]]) -> None:
+    """Raise, on every rank alike, where the ranks' ranges do not fit their columns or each other."""
+    expected = 0
+    for rank, (start, end, columns, _) in enumerate(headers):
+        if not 0 <= start <= end or end - start > columns:
+            raise ArgumentError(
+                f"{function}: vocab_start_index and vocab_end_index of rank {rank} of the group are [{start}, {end}), "
+                f"expected a range within the vocabulary of at most the {columns} columns of its logits"
+            )
+        if start == end:
+            continue  # owns nothing, wherever it says that nothing lies
+        if start != expected:
+            fault = "a gap" if start > expected else "an overlap or a wrong order"
+            ranges = ", ".join(f"[{h[0]}, {h[1]})" for h in headers)
+            raise MismatchError(
+                f"{function}: the vocabulary ranges of the group's ranks have {fault}: rank {rank} begins at {start}, "
+                f"expected {expected} (ranges in rank order: {ranges})"
+            )
+        expected = end
+
+
+def _owners(function: str, target: Tensor, headers: list[list[int]]) -> Tensor:
+    """The rank [rows] that owns each target; 0 for ignored ones. Raises where nobody does."""
+    ends: list[int] = []
+    for start, end, *_ in headers:  # a rank that owns nothing ends where the one before it does
+        ends.append(end if end > start else ends[-1] if ends else 0)
+    lost = ((target < 0) | (target >= ends[-1])) & (target != IGNORED)
+    if bool(lost.any()):
+        raise ArgumentError(
+            f"{function}: target holds {int(target[lost][0])}, expected {IGNORED} or a token of the vocabulary "
+            f"[0, {ends[-1]}) (no rank owns {int(lost.sum())} of {target.numel()} targets)"
+        )
+    bounds = torch.tensor(ends, device=target.device)
+    owner = torch.searchsorted(bounds, target.reshape(-1).to(torch.int64), right=True)
+    return torch.where(target.reshape(-1) == IGNORED, 0, owner)
+
+
+def merge_messages(
+    function: str, gathered: Tensor, target: Tensor | None, layout: MessageLayout, *, scale: float = 1.0
+) -> Summary:
+    """Merge all ranks' messages [ranks * layout.length] in column order.
+
+    Args:
+        function: the caller's name, for errors.
+        gathered: the messages in rank order, the same bytes on every rank.
+        target: [...] global token ids, the same on every rank, or None.
+
+    Raises:
+        ArgumentError: a rank's range does not fit its columns; a target that nobody owns.
+        MismatchError: ranges with a gap, an overlap or in a wrong order; different numbers of rows.
+    """
+    headers, tiles, target_logits = layout.unpack(gathered)
+    _check_rows(function, headers, layout.rows)
+    if target is not None:
+        _check_ranges(function, headers)
+        owner = _owners(function, target, headers)
+    merged = merge_tiles(tiles, scale)
+    maximum, total = merged[:, 0].contiguous(), merged[:, 1]
+    log_sum = total.log()
+    logprob = None
+    if target is not None:
+        target_logit = target_logits.gather(0, owner.unsqueeze(0)).squeeze(0)
+        logprob = (target_logit - maximum).mul_(scale).sub_(log_sum)
+        logprob.masked_fill_(target.reshape(-1) == IGNORED, 0.0)
+    entropy = log_sum - merged[:, 2] / total if layout.entropy else None
+    return Summary(maximum, log_sum, logprob, entropy)

@@ -1,0 +1,151 @@
+"""The second read of the logits, when all shards' maxima and sums are known: log-softmax, and the gradient.
+
+Both go block by block and write each result once, straight to where it belongs, rounded once; nothing of the
+vocabulary's size is allocated but that result. They are elementwise: the bits do not depend on how they are
+cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cupy_coll.logprob.partials import IGNORED, LOWEST, SUBTILE_COLUMNS, Summary
+from cupy_coll.logprob.rows import BLOCK_ELEMENTS, Rows, RowSelector, row_blocks
+
+__all__ = ["Upstream", "write_gradient", "write_log_softmax"]
+
+
+def _sweep(
+    rows: Rows,
+    source: Tensor,
+    result: Tensor,
+    dtype: torch.dtype,
+    compute: Callable[[RowSelector, int, Tensor, Tensor], None],
+    active: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> None:
+    """Call ``compute(rows, first_column, x, out)`` for every block of ``source``, and store each ``out``.
+
+    ``x`` is the block as it is, ``out`` has dtype ``dtype`` and may be ``x`` itself (in place). Rows that are
+    not active (bool [rows in memory order]) are skipped.
+    """
+    width = source.shape[-1]
+    columns = min(max(width, 1), SUBTILE_COLUMNS)
+    step = min(BLOCK_ELEMENTS // columns, chunk_size or BLOCK_ELEMENTS)
+    buffer = torch.empty(min(step, rows.count) * columns, dtype=dtype, device=source.device)
+    for first, (x_run, out_run) in rows.runs(source, result):
+        count = x_run.shape[0]
+        for block in row_blocks(count, step, None if active is None else active[first : first + count]):
+            is_view = isinstance(block, slice)
+            at = slice(first + block.start, first + block.stop) if isinstance(block, slice) else first + block
+            for column in range(0, width, columns):
+                x = x_run[:, column : column + columns][block]
+                target = out_run[:, column : column + columns]
+                if is_view and result.dtype == dtype:  # straight into the result
+                    compute(at, column, x, target[block])
+                    continue
+                out = buffer[: x.numel()].view(x.shape)
+                compute(at, column, x, out)
+                target[block] = out if is_view else out.to(result.dtype)
+
+
+def _shift(x: Tensor, maximum: Tensor, scale: float, out: Tensor) -> Tensor:
+    """(x - maximum) * scale into ``out``; ``maximum`` is [rows]."""
+    if x.dtype == out.dtype:
+        torch.sub(x, maximum.unsqueeze(-1), out=out)
+    else:
+        out.copy_(x).sub_(maximum.unsqueeze(-1))
+    return out if scale == 1.0 else out.mul_(scale)
+
+
+def write_log_softmax(result: Tensor, logits: Tensor, summary: Summary, scale: float = 1.0) -> None:
+    """Write this shard's part of the log-softmax over the whole vocabulary into ``result`` [..., columns]."""
+    rows = Rows(logits)
+    maximum, log_sum = (rows.flatten(v.view(logits.shape[:-1])) for v in (summary.maximum, summary.log_sum))
+
+    def compute(at: RowSelector, column: int, x: Tensor, out: Tensor) -> None:
+        _shift(x, maximum[at], scale, out).sub_(log_sum[at].unsqueeze(-1))
+
+    _sweep(rows, logits, result, maximum.dtype, compute)
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """Incoming gradients, each [...] or None for zero, and what they belong to."""
+
+    logprob: Tensor | None
+    entropy: Tensor | None
+    local_target: Tensor | None  # [...] as Shard.local_target gives it; None where there is no target
+
+
+def write_gradient(
+    result: Tensor,
+    logits: Tensor,
+    maximum: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor | None,
+    upstream: Upstream,
+    width: int,
+    scale: float = 1.0,
+    chunk_size: int | None = None,
+) -> None:
+    """Write the gradient with respect to the logits [..., columns] into ``result``, which may be ``logits``
+    itself.
+
+    With p = exp((x - maximum) * scale - log_sum):
+    ``scale * (g * 1[target] - p * (g + h * (log p + entropy)))`` for g, h the gradients of log-probability
+    and entropy. A row whose incoming gradients are all zero is written without being read, also where it
+    holds NaN.
+
+    Args:
+        result: written; columns past ``width`` get zeros. Its dtype is the logits'.
+        maximum, log_sum, entropy: [...] as merged; ``entropy`` is needed where its gradient is not None.
+    """
+    rows = Rows(logits)
+    zero = torch.zeros((), dtype=maximum.dtype, device=logits.device).expand(maximum.shape)
+    g = zero if upstream.logprob is None else upstream.logprob
+    if upstream.local_target is not None:  # the log-probability of an ignored row is constant
+        g = torch.where(upstream.local_target == IGNORED, 0.0, g)
+    h = upstream.entropy
+    g, maximum, log_sum = rows.flatten(g), rows.flatten(maximum), rows.flatten(log_sum)
+    h = None if h is None else rows.flatten(h)
+    entropy = None if entropy is None else rows.flatten(entropy)
+    local = None if upstream.local_target is None else rows.flatten(upstream.local_target)
+    active = g != 0 if h is None else (g != 0) | (h != 0)
+    at_target = g * scale
+    weight = -at_target * log_sum.neg().exp()
+    scratch = torch.empty(
+        0 if h is None else min(BLOCK_ELEMENTS, rows.count * width), dtype=maximum.dtype, device=logits.device
+    )
+
+    def compute(at: RowSelector, column: int, x: Tensor, out: Tensor) -> None:
+        d = _shift(x, maximum[at], scale, out)
+        if h is None or entropy is None:  # exp(d - log_sum) as exp(d) / sum: one pass less, and as precise
+            d.exp_().mul_(weight[at].unsqueeze(-1))
+        else:
+            d.sub_(log_sum[at].unsqueeze(-1))
+            p = torch.exp(d, out=scratch[: d.numel()].view(d.shape))
+            d.clamp_(min=LOWEST).add_(entropy[at].unsqueeze(-1)).mul_(h[at].unsqueeze(-1))
+            d.add_(g[at].unsqueeze(-1)).mul_(p).mul_(-scale)
+        if local is not None:
+            y = local[at] - column
+            hit = ((y >= 0) & (y < d.shape[1])).nonzero().flatten()
+            if hit.numel():
+                d[hit, y[hit]] += at_target[at][hit]
+
+    _clear(result, rows, active, width)
+    _sweep(rows, logits[..., :width], result[..., :width], maximum.dtype, compute, active, chunk_size)
+
+
+def _clear(result: Tensor, rows: Rows, active: Tensor, width: int) -> None:
+    """Zero the columns past the width, and the rows that are not active."""
+    for first, (out,) in rows.runs(result):
+        out[:, width:] = 0
+        idle = ~active[first : first + out.shape[0]]
+        if bool(idle.any()):
+            for block in row_blocks(out.shape[0], out.shape[0], idle):
+                out[block] = 0
