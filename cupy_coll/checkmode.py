@@ -64,16 +64,30 @@ def differences(calls: dict[int, Call]) -> str:
     if len(texts) > 1:
         return _sides([(ranks, text) for text, ranks in texts.items()])
     members = list(calls)
-    for i, source in enumerate(members):
-        for j, target in enumerate(members):
-            if calls[source].sends and calls[source].sends[j] != calls[target].receives[i]:
-                sent, expected = calls[source].sends[j], calls[target].receives[i]
-                return (
-                    f"ranks {source} and {target} differ"
-                    f"\n    rank {source}: {calls[source].text}, sends {sent} elements to rank {target}"
-                    f"\n    rank {target}: {calls[target].text}, expects {expected} elements from rank {source}"
-                )
-    return ""
+    pairs = [
+        (source, target)
+        for i, source in enumerate(members)
+        for j, target in enumerate(members)
+        if calls[source].sends and calls[source].sends[j] != calls[target].receives[i]
+    ]
+    if not pairs:
+        return ""
+    source, target = pairs[0]
+    sent, expected = calls[source].sends[members.index(target)], calls[target].receives[members.index(source)]
+    return (
+        f"{_who_differs(pairs)}"
+        f"\n    rank {source}: {calls[source].text}, sends {sent} elements to rank {target}"
+        f"\n    rank {target}: {calls[target].text}, expects {expected} elements from rank {source}"
+    )
+
+
+def _who_differs(pairs: list[tuple[int, int]]) -> str:
+    """The rank that is in every pair of ranks that do not fit, where there is one."""
+    common = set.intersection(*(set(pair) for pair in pairs))
+    others = sorted({rank for pair in pairs for rank in pair} - common)
+    if len(common) == 1:
+        return f"rank {common.pop()} differs from {ranks_in_words(others)}"
+    return f"{ranks_in_words(sorted({*common, *others}))} differ"
 
 
 def _sides(sides: list[tuple[list[int], str]]) -> str:

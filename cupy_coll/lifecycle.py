@@ -405,7 +405,7 @@ class Lifecycle:
                 self.failure = error
         if self.failure is not None:
             print(f"cupy_coll: rank {self.mailbox.rank}: {self.failure}", file=sys.stderr)
-            self.abort(1, str(self.failure))
+            self.abort(1, _in_one_line(self.failure))
         self._end()
 
     def alive(self) -> bool:
@@ -431,6 +431,10 @@ class Lifecycle:
 _current: Lifecycle | None = None
 _exit_status = 0  # set by mpi4py's runner when the program ends by an exception or a non-zero sys.exit
 _installed = False
+
+
+def _in_one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _leave() -> None:
@@ -461,7 +465,7 @@ def _install_exit_hooks(lifecycle: Lifecycle) -> None:
         if _current.alive() and _current.mailbox.size > 1:
             if isinstance(value, (CommTimeoutError, MismatchError)):
                 time.sleep(LAST_WORDS)  # the others raise it too, and each writes its own report
-            _current.abort(130 if issubclass(kind, KeyboardInterrupt) else 1, repr(value))
+            _current.abort(130 if issubclass(kind, KeyboardInterrupt) else 1, _in_one_line(value))
 
     sys.excepthook = excepthook
 

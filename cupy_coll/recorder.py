@@ -36,6 +36,7 @@ class Recorder:
         self.size = size
         self.entries: deque[list[Any]] = deque(maxlen=LENGTH)
         self.members: dict[str, Sequence[int]] = {}
+        self.reasons: list[str] = []
         self._sequence = 0
         self._zero = time.perf_counter_ns()
         self._zero_wall = time.time()
@@ -78,6 +79,7 @@ class Recorder:
             reason: why it is written.
             started: for each channel how many operations of each kind have been started.
         """
+        self.reasons.append(reason)
         path = Path(directory) / f"rank{self.rank:05d}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
@@ -86,7 +88,7 @@ class Recorder:
             "world_size": self.size,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "reason": reason,
+            "reasons": self.reasons,
             "zero": self._zero_wall,
             "now": self._microseconds(time.perf_counter_ns()),
             "program": traceback.format_stack(_main_frame()),

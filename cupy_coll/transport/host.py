@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cupy_coll.bootstrap import mpi
-from cupy_coll.dtypes import Reduction
+from cupy_coll.dtypes import Reduction, name_of
 from cupy_coll.errors import MismatchError
 from cupy_coll.transport.base import Channel, Kind, Steps, Work
 from cupy_coll.transport.reduction import reduce_in_rank_order
@@ -138,7 +138,7 @@ class HostTransport:
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, async_op: bool = False
     ) -> Work | None:
         sends, receives = [x.numel() for x in inputs], [x.numel() for x in outputs]
-        self.channel.compare("all_to_all", sends=sends, receives=receives)
+        self.channel.compare(f"all_to_all {name_of(inputs[0].dtype)}", sends=sends, receives=receives)
         return self._submit("all_to_all", self._exchange(outputs, inputs), inputs, outputs, async_op)
 
     def send(self, tensor: torch.Tensor, dst: int, *, async_op: bool = False) -> Work | None:
