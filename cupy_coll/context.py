@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
+import torch.distributed
+
 from cupy_coll import bootstrap, topology
 from cupy_coll import check as checks
 from cupy_coll.checkmode import CheckMode
@@ -466,6 +468,8 @@ def resolve_group(group: Any, function: str) -> Group | None:
         found = context._lookup(function, CommMode.GLOBAL if group is None else group)
     elif isinstance(group, Group):
         found = group
+    elif group is torch.distributed.GroupMember.NON_GROUP_MEMBER:  # what new_group() gives on a rank outside
+        found = None
     else:
         found = context._match(function, _process_group_ranks(function, group))
     if found is not None:
@@ -474,8 +478,6 @@ def resolve_group(group: Any, function: str) -> Group | None:
 
 
 def _process_group_ranks(function: str, group: Any) -> list[int]:
-    import torch.distributed
-
     if not isinstance(group, torch.distributed.ProcessGroup):
         raise GroupError(
             f"{function}: expected a mode, a Group or a torch.distributed.ProcessGroup, got {type(group).__name__}"

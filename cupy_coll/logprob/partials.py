@@ -1,10 +1,9 @@
-"""A shard's one-read summary of its logits, the message that carries it, and the merge of all shards'
-messages.
+"""A shard's one-read summary of its logits, the message that carries it, and the merge of all messages.
 
 The vocabulary [0, V) is cut into 16 tiles of equal width, counted from the global column 0. For each row and
-tile a shard computes ``m`` = max x and ``s`` = sum exp(x - m), with entropy also ``t`` = sum (x - m) exp(x -
-m), and the target's logit where it owns it. One all-gather of these numbers is all that a forward sends;
-every rank then merges the tiles in column order, so every rank gets the same bits.
+tile a shard computes ``m`` = max x and ``s`` = sum exp(x - m), with entropy also ``t`` = sum (x - m) exp(x - m),
+and the target's logit where it owns it. One all-gather of these numbers is all that a forward sends; every rank
+then merges the tiles in column order, and so gets the same bits.
 
 Message of one rank, in the compute dtype (float32, or float64 for float64 logits)::
 
@@ -12,19 +11,15 @@ Message of one rank, in the compute dtype (float32, or float64 for float64 logit
     header: start, end, columns, rows
     row:    slots x (m, s[, t]), target's logit
 
-The number of slots follows from the number of ranks alone, so ranks never negotiate a layout: 16 / ranks
-where that
-divides, else 1. A rank whose range looks like an equal share that tile bounds cut evenly fills its slots with
-its tiles; any other rank puts its whole shard into the first and (-inf, 0) into the rest.
+The number of slots follows from the number of ranks alone, so ranks never negotiate a layout: 16 / ranks where
+that divides, else 1. A rank whose range looks like an equal share that tile bounds cut evenly fills its slots
+with its tiles; any other rank puts its whole shard into the first and (-inf, 0) into the rest.
 
 Why the bits are the same for any number of rows, chunk, alignment, and any tensor-parallel size that cuts
-between
-tiles: a tile is summed by ``torch.sum`` over the last dimension of a contiguous buffer, in which the order of
-    additions
-follows from the index in the row alone; elementwise functions give the same bits wherever an element lies
-(both tried for the AVX-512, AVX2 and plain paths of torch). A sum of a single row of more than 32,768 numbers
-would be split over
-threads: tiles are cut into sub-tiles of 16,384 columns, merged in order.
+between tiles: a tile is summed by ``torch.sum`` over the last dimension of a contiguous buffer, in which the
+order of additions follows from the index in the row alone; elementwise functions give the same bits wherever an
+element lies (both tried for the AVX-512, AVX2 and plain paths of torch). torch splits the sum of a single row of
+more than 32,768 numbers over threads: tiles are cut into sub-tiles of 16,384 columns, merged in order.
 """
 
 from __future__ import annotations
@@ -171,8 +166,7 @@ class MessageLayout:
         return message
 
     def unpack(self, gathered: Tensor) -> tuple[list[list[int]], Tensor, Tensor]:
-        """Split all ranks' messages into headers, tiles [rows, ranks * slots, fields] and logits [ranks,
-        rows]."""
+        """Split the messages into headers, tiles [rows, ranks * slots, fields] and logits [ranks, rows]."""
         messages = gathered.view(self.ranks, self.length)
         header = messages[:, : self.header_length].flatten().clone().view(torch.int64)
         body = messages[:, self.header_length :].view(self.ranks, self.rows, self.row_length)
@@ -182,8 +176,7 @@ class MessageLayout:
 
 
 def _pivot(maximum: Tensor) -> Tensor:
-    """The maximum to subtract: finite where it is -inf, so that -inf - pivot is -inf, not NaN. NaN stays
-    NaN."""
+    """The maximum to subtract: finite where it is -inf, so that -inf - pivot is -inf, not NaN. NaN stays NaN."""
     return maximum.clamp(min=torch.finfo(maximum.dtype).min)
 
 
@@ -209,8 +202,7 @@ def merge_tiles(tiles: Tensor, scale: float) -> Tensor:
 
 
 def _block_partials(x: Tensor, buffers: list[Tensor], scale: float) -> Tensor:
-    """(m, s[, t]) over the last dimension of ``x`` [rows, tiles, columns]; t where there is a second
-    buffer."""
+    """(m, s[, t]) over the last dimension of ``x`` [rows, tiles, columns]; t where there is a second buffer."""
     d = buffers[0][: x.numel()].view(x.shape)
     if x.dtype == d.dtype:
         m = x.amax(-1)
@@ -265,7 +257,7 @@ def _shard_tiles(
 
 
 def _target_logits(logits: Tensor, rows: Rows, local: Tensor, dtype: torch.dtype) -> Tensor:
-    """The target's logit [rows in memory order] where ``local`` is not -1, else 0."""
+    """The target's logit [rows in memory order] where this rank owns it, else 0."""
     out = torch.zeros(rows.count, dtype=dtype, device=logits.device)
     for first, (run,) in rows.runs(logits):
         columns = local[first : first + run.shape[0]]
@@ -304,8 +296,7 @@ def shard_message(
 
 @dataclass(frozen=True)
 class Summary:
-    """What all shards together say of each row; the same bits on every rank. All [rows] in the caller's
-    order."""
+    """What all shards together say of each row, the same bits on every rank; [rows] in the caller's order."""
 
     maximum: Tensor
     log_sum: Tensor  # of exp((x - maximum) * scale): kept apart from the maximum, for precision
