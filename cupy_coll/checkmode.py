@@ -125,9 +125,20 @@ class CheckMode:
         """
         place = (key, self._numbers[key])
         call = Call(place, group, ranks, text, tuple(sends), tuple(receives))
+        entry = self._lifecycle.recorder.begin(key, group, "check", place[1], None, f"check {text}", ())
+        try:
+            self._exchange(call)
+        finally:
+            self._lifecycle.recorder.end(entry)
+
+    def made(self, key: str) -> int:
+        """How many calls on a channel are past their check."""
+        return self._numbers[key]
+
+    def _exchange(self, call: Call) -> None:
+        place, group, ranks, text = call.place, call.group, call.ranks, call.text
         own = self._lifecycle.mailbox.rank
         others = [rank for rank in ranks if rank != own]
-        entry = self._lifecycle.recorder.begin(key, group, place[1], f"check {text}", ())
         with self._lifecycle.lock:
             self._lifecycle.mailbox.post("call", call, others)
 
@@ -155,11 +166,10 @@ class CheckMode:
             if verdict():
                 self._raise(verdict(), place)
             calls = {rank: call if rank == own else self._inbox[rank].popleft() for rank in ranks}
-            self._numbers[key] += 1
+            self._numbers[place[0]] += 1
         wrong = differences(calls)
         if wrong:
             raise MismatchError(f"{text} (group {group}, call {place[1]}): {wrong}")
-        self._lifecycle.recorder.end(entry)
 
     def _missing(self, call: Call, absent: list[int]) -> str:
         states = self._lifecycle.states_in_words(absent, self._lifecycle.states(absent))

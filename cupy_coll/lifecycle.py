@@ -69,6 +69,19 @@ class Waitable(Protocol):
         """Give up: the operation, and what follows on its channel, raise ``error`` from now on."""
 
 
+class Countable(Protocol):
+    """What the lifecycle asks of a channel."""
+
+    key: str
+    ranks: tuple[int, ...]
+
+    def started_with(self, rank: int) -> dict[str, int]:
+        """How many operations of each kind have been started that concern ``rank``."""
+
+    def started_in_all(self) -> dict[str, Any]:
+        """How many operations of each kind have been started, point-to-point ones by rank."""
+
+
 class Notice:
     """What a departing process leaves behind.
 
@@ -116,7 +129,8 @@ class Lifecycle:
         self.active = True
         self._pid = os.getpid()
         self._said = False
-        self._counters: list[Callable[[int], tuple[str, dict[str, int]]]] = []
+        self.abandoned: list[Waitable] = []  # operations that failed, whose memory MPI may still use
+        self._channels: list[Countable] = []
         self._expired: set[Hashable] = set()
         self._answers: dict[int, tuple[Notice, str]] = {}
         self.mailbox.handlers |= {
@@ -134,14 +148,14 @@ class Lifecycle:
 
     # ------------------------------------------------------------------ operations
 
-    def register(self, counters: Callable[[int], tuple[str, dict[str, int]]], key: str, ranks: Sequence[int]) -> None:
-        """Add the channel ``key`` of ``ranks``; ``counters(rank)`` tells its key and what it has started with rank."""
-        self._counters.append(counters)
-        self.recorder.members[key] = ranks
+    def register(self, channel: Countable) -> None:
+        """Add a channel."""
+        self._channels.append(channel)
+        self.recorder.members[channel.key] = channel.ranks
 
-    def unregister(self, counters: Callable[[int], tuple[str, dict[str, int]]]) -> None:
+    def unregister(self, channel: Countable) -> None:
         """Remove a channel that is closed."""
-        self._counters.remove(counters)
+        self._channels.remove(channel)
 
     def start(self, operation: Waitable) -> None:
         """Begin an operation; it stays in flight until it ends, whether anybody waits for it or not."""
@@ -307,7 +321,7 @@ class Lifecycle:
         return report
 
     def _started_with(self, rank: int) -> dict[str, dict[str, int]]:
-        return dict(counters(rank) for counters in self._counters)
+        return {channel.key: channel.started_with(rank) for channel in self._channels if rank in channel.ranks}
 
     def _answer(self, source: int, expired: Hashable) -> None:
         if expired is not None:
@@ -322,7 +336,7 @@ class Lifecycle:
 
     def dump(self, directory: str | os.PathLike[str], reason: str) -> Path:
         """Write the flight recorder's file of this process."""
-        started = {key: counts for key, counts in self._started_with(self.mailbox.rank).items() if counts}
+        started = {channel.key: channel.started_in_all() for channel in self._channels}
         return self.recorder.dump(directory, reason, started)
 
     def dump_if_wanted(self, reason: str) -> bool:

@@ -18,10 +18,11 @@ from typing import Any
 __all__ = ["Recorder", "where_the_program_is"]
 
 LENGTH = 1000
-PACKAGE = os.path.dirname(os.path.abspath(__file__))
+PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
 # One operation: what a dump writes, in its order. A list, because its last field is filled in at the end.
-FIELDS = ("sequence", "channel", "group", "number", "op", "dtype", "shape", "start", "end")
+# kind: collective, send, recv or check; numbers count by channel, kind and (send, recv) peer, a global rank.
+FIELDS = ("sequence", "channel", "group", "kind", "number", "peer", "op", "dtype", "shape", "start", "end")
 END = FIELDS.index("end")
 
 
@@ -47,17 +48,20 @@ class Recorder:
         self._zero_wall = time.time()
         self.entries.clear()
 
-    def begin(self, channel: str, group: str, number: int, op: str, tensors: Sequence[Any]) -> list[Any]:
+    def begin(
+        self, channel: str, group: str, kind: str, number: int, peer: int | None, op: str, tensors: Sequence[Any]
+    ) -> list[Any]:
         """Record a start; the caller passes the entry to :meth:`end`."""
         self._sequence += 1
         dtype, shape = (tensors[0].dtype, tensors[0].shape) if tensors else (None, None)
-        entry = [self._sequence, channel, group, number, op, dtype, shape, time.perf_counter_ns(), None]
+        now = time.perf_counter_ns()
+        entry = [self._sequence, channel, group, kind, number, peer, op, dtype, shape, now, None]
         self.entries.append(entry)
         return entry
 
     @staticmethod
     def end(entry: list[Any]) -> None:
-        """Record the end of an operation that succeeded."""
+        """Record the end of an operation."""
         entry[END] = time.perf_counter_ns()
 
     def last(self) -> str:
@@ -65,19 +69,23 @@ class Recorder:
         program = f"the program is at {where_the_program_is()}"
         if not self.entries:
             return f"no operation yet; {program}"
-        _, _, group, number, op, _, _, start, end = self.entries[-1]
+        _, _, group, kind, number, peer, op, _, _, start, end = self.entries[-1]
+        where = f"group {group}, operation {number}"
+        if peer is not None:
+            where += f", {'to' if kind == 'send' else 'from'} rank {peer}"
         if end is None:
             state = f"in it for {(time.perf_counter_ns() - start) / 1e9:.1f} s"
         else:
             state = f"ended {(time.perf_counter_ns() - end) / 1e9:.1f} s ago"
-        return f"last operation {op} (group {group}, operation {number}), {state}; {program}"
+        return f"last operation {op} ({where}), {state}; {program}"
 
-    def dump(self, directory: str | os.PathLike[str], reason: str, started: Mapping[str, Mapping[str, int]]) -> Path:
+    def dump(self, directory: str | os.PathLike[str], reason: str, started: Mapping[str, Any]) -> Path:
         """Write everything to ``directory/rank<RANK>.json``, whole or not at all; return the path.
 
         Args:
             reason: why it is written.
-            started: for each channel how many operations of each kind have been started.
+            started: for each channel how many operations of each kind have been started: "collective" and "check"
+                give a number, "send" and "recv" a number by peer.
         """
         self.reasons.append(reason)
         path = Path(directory) / f"rank{self.rank:05d}.json"
@@ -91,7 +99,8 @@ class Recorder:
             "reasons": self.reasons,
             "zero": self._zero_wall,
             "now": self._microseconds(time.perf_counter_ns()),
-            "program": traceback.format_stack(_main_frame()),
+            "program": where_the_program_is(),
+            "stack": traceback.format_stack(_main_frame()),
             "members": {channel: list(ranks) for channel, ranks in self.members.items()},
             "started": started,
             "operations": [self._readable(entry) for entry in list(self.entries)],

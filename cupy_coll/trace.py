@@ -46,52 +46,66 @@ def report(dumps: dict[int, Dump]) -> str:
     stuck = _stuck(dumps)
     if not stuck:
         lines.append("no operation is stuck: every one that was started has ended")
-    for (channel, number), waiting in sorted(stuck.items(), key=lambda item: min(op["start"] for _, op in item[1])):
-        lines += _explain(dumps, channel, number, dict(waiting))
+    for waiting in sorted(stuck.values(), key=lambda entries: min(op["start"] for op in entries.values())):
+        lines += _explain(dumps, waiting)
     return "\n".join(lines)
 
 
-def _stuck(dumps: dict[int, Dump]) -> dict[tuple[str, int], list[tuple[int, Dump]]]:
-    """The operations that have not ended on some rank, with the ranks that wait in them."""
-    stuck = defaultdict(list)
+def _stuck(dumps: dict[int, Dump]) -> dict[tuple[Any, ...], dict[int, Dump]]:
+    """The operations that have not ended on some rank: for each the entries of the ranks that wait in it."""
+    stuck: dict[tuple[Any, ...], dict[int, Dump]] = defaultdict(dict)
     for rank, dump in dumps.items():
         for operation in dump["operations"]:
             if operation["end"] is None:
-                stuck[operation["channel"], operation["number"]].append((rank, operation))
+                alone = () if operation["peer"] is None else (rank, operation["peer"])
+                key = (operation["channel"], operation["kind"], operation["number"], *alone)
+                stuck[key][rank] = operation
     return stuck
 
 
-def _explain(dumps: dict[int, Dump], channel: str, number: int, waiting: dict[int, Dump]) -> Iterable[str]:
+def _explain(dumps: dict[int, Dump], waiting: dict[int, Dump]) -> Iterable[str]:
     rank, operation = next(iter(waiting.items()))
     shape = "" if operation["shape"] is None else f" {operation['shape']} {operation['dtype']}"
-    yield f"\nstuck: {operation['op']}{shape} (group {operation['group']}, operation {number})"
+    yield f"\nstuck: {operation['op']}{shape} ({_place(operation)})"
     seconds = max((dumps[rank]["now"] - op["start"]) / 1e6 for rank, op in waiting.items())
     yield f"  waiting for up to {seconds:.1f} s: {ranks_in_words(sorted(waiting))}"
-    for member in dumps[rank]["members"].get(channel, []):
+    members = dumps[rank]["members"].get(operation["channel"], [])
+    for member in members if operation["peer"] is None else [operation["peer"]]:
         if member in waiting:
             continue
         if member not in dumps:
             yield f"  rank {member}: no file"
-        elif dumps[member]["started"].get(channel, {}).get("collective", 0) > number:
+        elif _started(dumps[member], rank, operation) > operation["number"]:
             yield f"  rank {member}: has done its part"
         else:
             yield f"  rank {member}: has not come; {_last(dumps[member])}"
 
 
+def _started(dump: Dump, rank: int, operation: Dump) -> int:
+    """How many operations of the kind that belongs to ``operation`` of ``rank`` another rank has started."""
+    counts = dump["started"].get(operation["channel"], {})
+    if operation["peer"] is None:
+        return int(counts.get(operation["kind"], 0))
+    other_end = "recv" if operation["kind"] == "send" else "send"
+    return int(counts.get(other_end, {}).get(str(rank), 0))
+
+
+def _place(operation: Dump) -> str:
+    peer = ""
+    if operation["peer"] is not None:
+        peer = f", {'to' if operation['kind'] == 'send' else 'from'} rank {operation['peer']}"
+    return f"group {operation['group']}, operation {operation['number']}{peer}"
+
+
 def _last(dump: Dump) -> str:
-    program = next((line.strip().splitlines()[0] for line in reversed(dump["program"]) if "cupy_coll" not in line), "?")
     if not dump["operations"]:
-        return f"it has recorded no operation, and is at {program}"
+        return f"it has recorded no operation, and is at {dump['program']}"
     operation = dump["operations"][-1]
-    when = (
-        "which has not ended"
-        if operation["end"] is None
-        else f"which ended {(dump['now'] - operation['end']) / 1e6:.1f} s before"
-    )
-    return (
-        f"its last was {operation['op']} (group {operation['group']}, operation {operation['number']}), {when}; "
-        f"it is at {program}"
-    )
+    if operation["end"] is None:
+        when = "which has not ended"
+    else:
+        when = f"which ended {(dump['now'] - operation['end']) / 1e6:.1f} s before"
+    return f"its last was {operation['op']} ({_place(operation)}), {when}; it is at {dump['program']}"
 
 
 def perfetto(dumps: dict[int, Dump]) -> dict[str, Any]:
@@ -116,7 +130,7 @@ def perfetto(dumps: dict[int, Dump]) -> dict[str, Any]:
                     "tid": track,
                     "ts": operation["start"],
                     "dur": end - operation["start"],
-                    "args": {key: operation[key] for key in ("sequence", "number", "dtype", "shape")},
+                    "args": {key: operation[key] for key in ("sequence", "kind", "number", "peer", "dtype", "shape")},
                 }
             )
     return {"traceEvents": events, "displayTimeUnit": "ms"}

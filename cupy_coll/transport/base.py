@@ -28,12 +28,13 @@ class Engine(Protocol):
     failure: Exception | None
     recorder: Recorder
     check: CheckMode | None
+    abandoned: list[Any]
 
     def start(self, operation: Any) -> None: ...
     def progress(self) -> None: ...
     def wait(self, operation: Any, timeout: float | None = None) -> None: ...
-    def register(self, counters: Any, key: str, ranks: Sequence[int]) -> None: ...
-    def unregister(self, counters: Any) -> None: ...
+    def register(self, channel: Channel) -> None: ...
+    def unregister(self, channel: Channel) -> None: ...
 
 
 class Transport(Protocol):
@@ -100,7 +101,7 @@ class Channel:
         self.sends = [0] * len(ranks)
         self.recvs = [0] * len(ranks)
         self.error: Exception | None = None
-        engine.register(self._counters, key, ranks)
+        engine.register(self)
 
     def submit(
         self,
@@ -170,15 +171,25 @@ class Channel:
 
     def close(self, free: bool) -> None:
         """Forget the channel; ``free`` its communicator where all members do."""
-        self.engine.unregister(self._counters)
+        self.engine.unregister(self)
         if free:
             self.comm.Free()
 
-    def _counters(self, rank: int) -> tuple[str, dict[str, int]]:
+    def started_with(self, rank: int) -> dict[str, int]:
+        """How many operations of each kind have been started here that concern the global rank ``rank``."""
         if rank not in self.ranks:
-            return self.key, {}
+            return {}
         index = self.ranks.index(rank)
-        return self.key, {"collective": self.started, "send": self.sends[index], "recv": self.recvs[index]}
+        return {"collective": self.started, "send": self.sends[index], "recv": self.recvs[index]}
+
+    def started_in_all(self) -> dict[str, Any]:
+        """How many operations of each kind have been started here; point-to-point ones by global rank."""
+        counts: dict[str, Any] = {"collective": self.started}
+        for kind, numbers in (("send", self.sends), ("recv", self.recvs)):
+            counts[kind] = {rank: number for rank, number in zip(self.ranks, numbers, strict=True) if number}
+        if self.engine.check is not None:
+            counts["check"] = self.engine.check.made(self.key)
+        return counts
 
 
 class Operation:
@@ -212,7 +223,8 @@ class Operation:
         self.statuses: list[Any] | None = None
         self.error: Exception | None = None
         self.done = False
-        self.entry = channel.engine.recorder.begin(channel.key, channel.group, number, name, tensors)
+        rank = None if kind == "collective" else channel.ranks[peer]
+        self.entry = channel.engine.recorder.begin(channel.key, channel.group, kind, number, rank, name, tensors)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -286,10 +298,12 @@ class Operation:
 
     def _end(self, error: Exception | None) -> None:
         self.done = True
-        self.steps.close()
         self.error = error
         if error is None:
             self.channel.engine.recorder.end(self.entry)
+        else:
+            # MPI may still write into, or read from, the memory that the steps hold: it must live on.
+            self.channel.engine.abandoned.append(self)
         if self.kind != "collective":
             return  # the messages between two members are in order whatever becomes of one
         if error is None:
