@@ -222,7 +222,8 @@ pip_install() {
 
 # Does what NEED says. The stamp goes first and comes back last, so that an interrupted set-up is done again.
 make_venv() {
-    local base start=$SECONDS
+    local base key start=$SECONDS
+    key=$(venv_key) # of the files as they are now: a change while pip runs counts as a change
     if [[ $NEED == add ]]; then
         say "adding to $VENV, for: ${EXTRAS// /, }"
         rm -f "$STAMP"
@@ -242,13 +243,18 @@ make_venv() {
         pip_install "pip and setuptools, with $("$base" --version), $base" --upgrade pip setuptools
     fi
     pip_install "cupy_coll with ${EXTRAS// /, }" --no-build-isolation -e ".[${EXTRAS// /,}]"
-    printf '%s\n%s\n' "$(venv_key)" "$EXTRAS" >"$STAMP.new"
+    printf '%s\n%s\n' "$key" "$EXTRAS" >"$STAMP.new"
     mv "$STAMP.new" "$STAMP"
     say "$VENV is ready, after $((SECONDS - start)) s"
 }
 
 # Descriptor 9 is held while .venv is looked at or changed; 8 is shared by all jobs that run from it, until they end.
 ensure_venv() {
+    if [[ ! -w $ROOT ]]; then # a clone of somebody else's
+        plan_venv
+        [[ $NEED == nothing ]] || die "$VENV has to be set up, but $ROOT is not yours to write to"
+        return
+    fi
     exec 8<>"$VENV.use" 9<>"$VENV.lock"
     flock -n 9 || {
         say "waiting for another mpi_launch.sh that sets up $VENV"
@@ -424,8 +430,9 @@ run_script() {
 part() {
     local name=$1 status=0 start=$SECONDS outcome
     shift
-    ((DRY_RUN)) || printf '\n==> %s: %s\n' "$name" "$(quoted "$@")"
+    ((DRY_RUN)) || printf '\n==> %s\n' "$name"
     run_or_print $((SLOW ? 4 * PART_LIMIT : PART_LIMIT)) "$@" || status=$?
+    ((status != 5 || !SELECTION)) || status=0 # pytest: the user's choice of tests left none in this part
     case $status in
     0) outcome=passed ;;
     124) outcome="ended after $((SECONDS - start)) s without an end" ;;
@@ -439,7 +446,7 @@ part() {
 # Goes on after a part that failed.
 run_tests() {
     local ranks
-    FAILED=0 SUMMARY=()
+    FAILED=0 SUMMARY=() SELECTION=$#
     ((!SLOW)) || set -- --slow "$@"
     set_up
     choose_launcher
@@ -454,6 +461,7 @@ run_tests() {
     if ((!DRY_RUN)); then
         printf '\n'
         printf '%s\n' "${SUMMARY[@]}"
+        printf '%-28s %5d s  %s\n' total "$SECONDS" "$( ((FAILED)) && echo failed || echo passed)"
     fi
     return "$FAILED"
 }
