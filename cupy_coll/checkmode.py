@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Call", "CheckMode", "differences", "in_words"]
 
+PATIENCE = 5.0  # seconds in which the member that decides has to answer one that gives up
+
 Place = tuple[str, int]  # a channel's key and the number of the call on it
 
 
@@ -111,7 +113,14 @@ class CheckMode:
         self._inbox: dict[int, deque[Call]] = defaultdict(deque)  # what each rank has sent, in order
         self._verdicts: list[tuple[str, list[Place]]] = []  # errors found elsewhere, and the places that they void
         self._voided: set[Place] = set()
-        lifecycle.mailbox.handlers |= {"call": self._take_call, "verdict": self._take_verdict}
+        self._accepted: set[Place] = set()  # what the decider lets pass
+        self._closed: set[Place] = set()  # where the time is over, at the decider
+        lifecycle.mailbox.handlers |= {
+            "call": self._take_call,
+            "accepted": lambda source, place: self._accepted.add(place),
+            "give up": self._take_giving_up,
+            "verdict": self._take_verdict,
+        }
 
     def compare(
         self, key: str, group: str, ranks: tuple[int, ...], text: str, sends: Sequence[int], receives: Sequence[int]
@@ -136,8 +145,13 @@ class CheckMode:
         return self._numbers[key]
 
     def _exchange(self, call: Call) -> None:
-        place, group, ranks, text = call.place, call.group, call.ranks, call.text
-        own = self._lifecycle.mailbox.rank
+        """Send the call, wait for everybody's and compare them.
+
+        Every member sees by itself that calls do not fit. That they do fit, in time, one member decides, the first of
+        the group: or a late one could be accepted by some and given up by others.
+        """
+        place, ranks = call.place, call.ranks
+        own, decider = self._lifecycle.mailbox.rank, call.ranks[0]
         others = [rank for rank in ranks if rank != own]
         with self._lifecycle.lock:
             self._lifecycle.mailbox.post("call", call, others)
@@ -151,25 +165,48 @@ class CheckMode:
         def absent() -> list[int]:
             return [rank for rank in others if not self._inbox[rank]]
 
-        came = self._lifecycle.wait_until(
-            lambda: bool(verdict() or elsewhere() or not absent()),
-            lambda departed: [rank for rank in absent() if rank in departed],
-            lambda: f"{text} (group {group}, call {place[1]})",
-            self._lifecycle.timeout,
-        )
-        if not came:
-            self._publish(self._missing(call, absent()), [call])
+        def calls() -> dict[int, Call]:
+            return {rank: call if rank == own else self._inbox[rank][0] for rank in ranks}
+
+        def settled() -> bool:
+            if verdict() or elsewhere():
+                return True
+            return not absent() and (own == decider or place in self._accepted or bool(differences(calls())))
+
+        def wait(limit: float) -> bool:
+            return self._lifecycle.wait_until(
+                settled,
+                lambda departed: [rank for rank in absent() or [decider] if rank in departed],
+                lambda: f"{call.text} (group {call.group}, call {place[1]})",
+                limit,
+            )
+
+        if not wait(self._lifecycle.timeout):
+            missing = absent() or [decider]
+            if own == decider:
+                self._closed.add(place)
+                self._publish(self._missing(call, missing), [call])
+            else:
+                content = (self._missing(call, missing), call)
+                with self._lifecycle.lock:
+                    self._lifecycle.mailbox.post("give up", content, [decider])
+                if not wait(PATIENCE):  # the decider does not answer
+                    self._publish(self._missing(call, missing), [call])
         with self._lifecycle.lock:
             if elsewhere() and not verdict():
                 theirs = self._inbox[elsewhere()[0]][0]
                 self._publish(self._crossing(call, theirs), [call, theirs])
             if verdict():
                 self._raise(verdict(), place)
-            calls = {rank: call if rank == own else self._inbox[rank].popleft() for rank in ranks}
+            wrong = differences(calls())
+            if own == decider and not wrong:
+                self._lifecycle.mailbox.post("accepted", place, others)
+            for rank in others:
+                self._inbox[rank].popleft()
+            self._accepted.discard(place)
             self._numbers[place[0]] += 1
-        wrong = differences(calls)
         if wrong:
-            raise MismatchError(f"{text} (group {group}, call {place[1]}): {wrong}")
+            raise MismatchError(f"{call.text} (group {call.group}, call {place[1]}): {wrong}")
 
     def _missing(self, call: Call, absent: list[int]) -> str:
         states = self._lifecycle.states_in_words(absent, self._lifecycle.states(absent))
@@ -209,6 +246,12 @@ class CheckMode:
     def _take_call(self, source: int, call: Call) -> None:
         if call.place not in self._voided:
             self._inbox[source].append(call)
+
+    def _take_giving_up(self, source: int, content: tuple[str, Call]) -> None:
+        """A member's time is over: so is everybody's, unless the call has been accepted."""
+        text, call = content
+        if not self._is_over([call.place]) and call.place not in self._closed | self._voided:
+            self._publish(text, [call])
 
     def _take_verdict(self, source: int, content: Any) -> None:
         text, places = content

@@ -38,7 +38,7 @@ BACKENDS = ("nccl", "auto", "mpi", "gloo")
 HOST_BACKENDS = ("mpi", "gloo")
 DEFAULT_TIMEOUT = 1800
 CLOCK_BARRIERS = 3  # the first ones bring the ranks together, the last one aligns their clocks
-LATE = 30  # seconds after which a rank says that it waits for others to start
+LATE = 30  # seconds that a rank waits for others to start, at least; after a third of it, it says so
 
 
 class CommMode:
@@ -569,7 +569,11 @@ def _barrier(channel: Channel) -> Steps:
 
 
 def _duplicate_when_all_have_come(comm: Any, limit: float) -> Any:
-    """A duplicate of the world's communicator, waiting no longer than ``limit`` for the other ranks."""
+    """A duplicate of the world's communicator, waiting for the other ranks as long as ``limit``.
+
+    But at least LATE: ranks that import at the same time on few cores start seconds apart.
+    """
+    limit = max(limit, LATE)
     duplicate, request = comm.Idup()
     begin, said = time.monotonic(), False
     while not request.Test():
@@ -578,8 +582,10 @@ def _duplicate_when_all_have_come(comm: Any, limit: float) -> Any:
             raise CommTimeoutError(
                 f"init_distributed_env: rank {comm.rank} has waited {limit:g} s for the other {comm.size - 1} ranks"
             )
-        if waited > LATE and not said:
+        if waited > LATE / 3 and not said:
             said = True
-            logger.warning("init_distributed_env: rank %d has waited %g s for the others to call it", comm.rank, LATE)
+            logger.warning(
+                "init_distributed_env: rank %d has waited %.0f s for the others to call it", comm.rank, waited
+            )
         time.sleep(100e-6)
     return duplicate
