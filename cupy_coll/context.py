@@ -6,6 +6,7 @@ import logging
 import operator
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +27,7 @@ from cupy_coll.errors import (
     TransportError,
 )
 from cupy_coll.group import Group
-from cupy_coll.lifecycle import TRACE_VARIABLE, Lifecycle, seconds
+from cupy_coll.lifecycle import TRACE_VARIABLE, Lifecycle, install_exit_hooks, seconds
 from cupy_coll.transport.base import Channel, Steps
 from cupy_coll.transport.objects import agree, all_gather_objects
 
@@ -162,20 +163,22 @@ class CommContext:
             _check_world(function, base, world_size, rank)
         except CupyCollError as problem:
             error = problem
+        install_exit_hooks(base)
         lifecycle = Lifecycle(_duplicate_when_all_have_come(base, limit), limit)
         host_only = backend in HOST_BACKENDS
         everybody = tuple(range(base.size))
         world = Group(_communicators(base.Dup), lifecycle, everybody, CommMode.GLOBAL, 0, host_only)
         try:
-            options = all_gather_objects(world.objects, function, "arguments", (backend, limit, checked), error)
-            checks.same_on_all(function, "(backend, timeout, check)", world.ranks, options)
+            sent = (backend, limit, checked), uuid.uuid4().hex
+            received = all_gather_objects(world.objects, function, "arguments", sent, error)
+            checks.same_on_all(function, "(backend, timeout, check)", world.ranks, [options for options, _ in received])
         except CupyCollError:
             world.release(free=True)
             lifecycle.dismiss()
             raise
         for _ in range(CLOCK_BARRIERS):
             world.control.run(function, _barrier(world.control))
-        lifecycle.recorder.set_zero()
+        lifecycle.recorder.set_zero(received[0][1])
         if checked:
             lifecycle.check = CheckMode(lifecycle)
         self._lifecycle, self._world = lifecycle, world

@@ -35,7 +35,7 @@ from cupy_coll.errors import (
 from cupy_coll.mailbox import Mailbox
 from cupy_coll.recorder import Recorder
 
-__all__ = ["Lifecycle", "Waitable", "seconds"]
+__all__ = ["TRACE_VARIABLE", "Lifecycle", "Notice", "Waitable", "install_exit_hooks", "seconds"]
 
 logger = logging.getLogger("cupy_coll")
 
@@ -139,7 +139,7 @@ class Lifecycle:
             "answer": self._take_answer,
             "abort": self._take_abort,
         }
-        _install_exit_hooks(self)
+        _set_current(self)
         _dump_on_signal()
         self._stop = threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name="cupy_coll watchdog", daemon=True)
@@ -431,10 +431,11 @@ class Lifecycle:
         sys.stdout.flush()
         sys.stderr.flush()
         self._announce_abort(reason)
-        self.mailbox.comm.Abort(status)
+        if self.mailbox.size > 1:  # else the interpreter ends with a status of its own
+            self.mailbox.comm.Abort(status)
 
     def _announce_abort(self, reason: str) -> None:
-        if self.dump_if_wanted(f"this rank ends the job: {reason}"):
+        if self.dump_if_wanted(f"this rank ends the job: {reason}") and self.mailbox.size > 1:
             with self.lock:
                 self.mailbox.post("abort", reason, range(self.mailbox.size))
             time.sleep(LAST_WORDS)  # the others write their files
@@ -443,6 +444,7 @@ class Lifecycle:
 # ---------------------------------------------------------------------- the interpreter's end
 
 _current: Lifecycle | None = None
+_starting: Any = None  # the communicator of a world that has not come about yet
 _exit_status = 0  # set by mpi4py's runner when the program ends by an exception or a non-zero sys.exit
 _installed = False
 
@@ -463,9 +465,15 @@ def _dump_on_signal() -> None:
         signal.signal(signal.SIGUSR1, lambda number, frame: _current and _current.dump_if_wanted("SIGUSR1"))
 
 
-def _install_exit_hooks(lifecycle: Lifecycle) -> None:
-    global _current, _installed
-    _current = lifecycle
+def _set_current(lifecycle: Lifecycle) -> None:
+    global _current, _starting
+    _current, _starting = lifecycle, None
+
+
+def install_exit_hooks(comm: Any) -> None:
+    """From now on an uncaught exception ends the job of ``comm``, and the program's end is told to the others."""
+    global _starting, _installed
+    _starting = comm
     if _installed:
         return
     _installed = True
@@ -474,12 +482,15 @@ def _install_exit_hooks(lifecycle: Lifecycle) -> None:
 
     def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         previous(kind, value, trace)
-        if hasattr(sys, "ps1") or sys.flags.interactive or _current is None:
+        if hasattr(sys, "ps1") or sys.flags.interactive:
             return
-        if _current.alive() and _current.mailbox.size > 1:
+        status = 130 if issubclass(kind, KeyboardInterrupt) else 1
+        if _current is not None and _current.alive():
             if isinstance(value, (CommTimeoutError, MismatchError)):
                 time.sleep(LAST_WORDS)  # the others raise it too, and each writes its own report
-            _current.abort(130 if issubclass(kind, KeyboardInterrupt) else 1, _in_one_line(value))
+            _current.abort(status, _in_one_line(value))
+        elif _starting is not None and _starting.size > 1:
+            _starting.Abort(status)
 
     sys.excepthook = excepthook
 

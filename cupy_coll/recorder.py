@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -33,6 +34,7 @@ class Recorder:
     """
 
     def __init__(self, rank: int, size: int) -> None:
+        self.job = ""
         self.rank = rank
         self.size = size
         self.entries: deque[list[Any]] = deque(maxlen=LENGTH)
@@ -42,8 +44,12 @@ class Recorder:
         self._zero = time.perf_counter_ns()
         self._zero_wall = time.time()
 
-    def set_zero(self) -> None:
-        """Begin at time 0: called by every process on leaving the same barrier, which aligns their hosts' clocks."""
+    def set_zero(self, job: str) -> None:
+        """Begin the record of ``job`` at time 0.
+
+        Called by every process on leaving the same barrier, which aligns the clocks of their hosts.
+        """
+        self.job = job
         self._zero = time.perf_counter_ns()
         self._zero_wall = time.time()
         self.entries.clear()
@@ -92,6 +98,7 @@ class Recorder:
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
             "version": 1,
+            "job": self.job,
             "rank": self.rank,
             "world_size": self.size,
             "host": socket.gethostname(),
@@ -105,9 +112,10 @@ class Recorder:
             "started": started,
             "operations": [self._readable(entry) for entry in list(self.entries)],
         }
-        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-        unfinished.write_text(json.dumps(content))
-        unfinished.replace(path)
+        # Two threads may write at once: each its own file, and the last one to end stays.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.stem}.", delete=False) as unfinished:
+            json.dump(content, unfinished)
+        Path(unfinished.name).replace(path)
         return path
 
     def _readable(self, entry: list[Any]) -> dict[str, Any]:

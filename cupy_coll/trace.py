@@ -14,23 +14,26 @@ from cupy_coll.errors import ArgumentError
 __all__ = ["perfetto", "read", "report"]
 
 Dump = dict[str, Any]
+KEYS = ("job", "rank", "world_size", "host", "reasons", "now", "program", "members", "started", "operations")
 
 
 def read(directory: str | Path) -> dict[int, Dump]:
     """The files ``rank*.json`` of a directory, by rank.
 
     Raises:
-        ArgumentError: there are none, or one cannot be read.
+        ArgumentError: there are none, one cannot be read, or they are not of one job.
     """
     dumps: dict[int, Dump] = {}
     for path in sorted(Path(directory).glob("rank*.json")):
         try:
             dump = json.loads(path.read_text())
-            dumps[int(dump["rank"])] = dump
+            dumps[dump["rank"]] = {key: dump[key] for key in KEYS}
         except (ValueError, KeyError, TypeError) as error:
             raise ArgumentError(f"trace: {path} is not a file of the flight recorder: {error}") from error
     if not dumps:
         raise ArgumentError(f"trace: no rank*.json in {directory}")
+    if len({dump["job"] for dump in dumps.values()}) > 1:
+        raise ArgumentError(f"trace: the files in {directory} are of different jobs; remove the old ones")
     return dumps
 
 
