@@ -405,6 +405,19 @@ run_job() {
     return "${ENDED:-$status}"
 }
 
+# MPICH's ranks leave their files in /dev/shm when they are killed: remove one's own that no process has mapped. Not new
+# ones: between making and mapping such a file, a rank that starts right now seems not to use it.
+sweep_shm() {
+    local file used
+    local -a stale
+    mapfile -t stale < <(find /dev/shm -maxdepth 1 -name 'mpich_shm_*' -user "$EUID" -mmin +1 2>/dev/null)
+    ((${#stale[@]})) || return 0
+    used=$(cat /proc/[0-9]*/maps 2>/dev/null | grep -o '/dev/shm/mpich_shm_[^ ]*' || true)
+    for file in "${stale[@]}"; do
+        [[ $used == *"$file"* ]] || rm -f -- "$file"
+    done
+}
+
 run_or_print() {
     if ((DRY_RUN)); then
         shift
@@ -420,6 +433,7 @@ run_script() {
     set_up
     choose_launcher
     job_command "${RANKS:-$(default_ranks)}" "$@"
+    ((DRY_RUN)) || sweep_shm
     run_or_print 0 "${COMMAND[@]}"
 }
 
@@ -450,6 +464,7 @@ run_tests() {
     ((!SLOW)) || set -- --slow "$@"
     set_up
     choose_launcher
+    ((DRY_RUN)) || sweep_shm
     cd "$ROOT"
     export CUPY_COLL_PYTHON=$PYTHON # for the launchers that the tests start
     SUMMARY+=("$(printf '%-28s %5d s' set-up "$SECONDS")")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import shlex
 import shutil
@@ -625,3 +626,22 @@ def test_part_without_tests(suite: Clone) -> None:
     assert suite.launch("--test", ON_4="5").status == 1
     result = suite.launch("--test", "-k", "something", ON_4="5")
     assert (result.status, outcomes(result)) == (0, ["passed"] * 6)
+
+
+def test_files_of_killed_jobs_are_removed(hello: str) -> None:
+    """One's own of MPICH in /dev/shm that nobody maps; not those in use, not new ones, nobody else's files."""
+    shm = Path("/dev/shm")
+    names = ["mpich_shm_test_stale", "mpich_shm_test_used", "mpich_shm_test_new", "other_test_stale"]
+    files = {name: shm / f"{name}_{os.getpid()}" for name in names}
+    try:
+        for name, file in files.items():
+            file.write_bytes(bytes(4096))
+            if not name.endswith("new"):
+                os.utime(file, (time.time() - 300,) * 2)
+        with open(files["mpich_shm_test_used"], "r+b") as used, mmap.mmap(used.fileno(), 4096):
+            ended = launch("-n", "1", hello)
+        assert ended.status == 0, ended.output
+        assert [name for name, file in files.items() if file.exists()] == names[1:]
+    finally:
+        for file in files.values():
+            file.unlink(missing_ok=True)
