@@ -1,0 +1,65 @@
+"""Peak memory: beside the logits and their gradient only blocks, whatever the number of rows and columns."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHILD = """
+import sys
+import torch
+from logprob_ranks import ThreadGroup
+import threading
+import cupy_coll
+
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) / 1024
+
+def logits(rows, vocab):
+    made = torch.empty(rows, vocab, dtype=getattr(torch, sys.argv[2]))
+    for row in made:
+        row.copy_(torch.arange(vocab) % 7)
+    return made.requires_grad_()
+
+group = ThreadGroup(0, 1, [None], threading.Barrier(1))
+
+def forward(x):
+    target = torch.zeros(len(x), dtype=torch.int64)
+    if sys.argv[1] == "logprob":
+        return cupy_coll.DistributedLogprob.apply(x, target, 0, x.shape[1], group)
+    return sum(cupy_coll.vocab_parallel_logprob_and_entropy(
+        x, target, group, vocab_start_index=0, vocab_end_index=x.shape[1], inplace_backward=sys.argv[1] == "inplace"))
+
+forward(logits(16, 1 << 17)).sum().backward()  # code, scratch and thread pools are there now
+x = logits(128, 1 << 17)
+before = peak()
+value = forward(x)
+after_forward = peak()
+value.sum().backward()
+print(after_forward - before, peak() - before, x.numel() * x.element_size() / 2**20)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [("logprob", "bfloat16"), ("logprob", "float32"), ("inplace", "bfloat16")],
+)
+def test_peak_memory(function, dtype):
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, function, dtype],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join([str(Path(__file__).parent), *sys.path])},
+    )
+    forward, both, size = map(float, child.stdout.split())  # MiB
+    assert size == {"bfloat16": 32.0, "float32": 64.0}[dtype]
+    blocks = 8.0  # a float32 copy of the bf16 logits would be 64
+    assert forward < blocks
+    assert both < blocks + (0 if function == "inplace" else size)
