@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -377,7 +378,11 @@ class Lifecycle:
             True if every process ended this way, so that communicators can be freed; False where one has left
             without, or an operation has failed.
         """
-        pending = sys.exc_info()[1]  # destroy() in a finally: the reason that the others want to read
+        pending = sys.exc_info()[1]
+        if pending is not None and self.mailbox.size > 1:
+            # In a finally: another rank's PeerError may end the job before the interpreter shows what went wrong.
+            print(f"cupy_coll: rank {self.mailbox.rank} calls destroy() while handling", file=sys.stderr)
+            traceback.print_exception(pending)
         self._say(True, "called destroy()" + (f" while handling {pending!r}" if pending else ""))
         if self.failure is not None:
             return False  # still active: the interpreter's exit ends the job

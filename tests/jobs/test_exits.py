@@ -204,7 +204,7 @@ else:
 
 
 def test_destroy_in_a_finally(job):
-    """The exception is what the reader sees, and the job does not wait for the timeout."""
+    """The reader sees the exception, also where the waiting rank's error ends the job; nobody waits for the timeout."""
     result = job(
         HEAD
         + """
@@ -217,7 +217,7 @@ finally:
 """,
     )
     assert result.status != 0, result.output
-    has(result, "ValueError: on purpose")
+    has(result, "calls destroy() while handling", "ValueError: on purpose")
 
 
 def test_exception_in_a_with_block(job):
