@@ -460,6 +460,7 @@ def save(folder: Path, training: Training, phases: Sequence[Phase], difference: 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    torch.set_num_threads(1)  # with two, the same run on a busy machine was seen to differ in its last bits
     context = CommContext()
     context.init_distributed_env()
     options = read_arguments(context, arguments)
