@@ -18,6 +18,7 @@ from torch import Tensor
 from cupy_coll.context import resolve_group
 from cupy_coll.errors import ArgumentError, DTypeError, ShapeError
 from cupy_coll.group import Group
+from cupy_coll.logprob.memory import empty_gradient
 from cupy_coll.logprob.partials import (
     MessageLayout,
     Shard,
@@ -215,7 +216,7 @@ class VocabParallel(torch.autograd.Function):
         g_logprob = None if local_target is None else next(by_output)
         g_entropy = next(by_output) if call.entropy else None
         with torch.no_grad():
-            result = logits.detach() if call.inplace_backward else torch.empty_like(logits)
+            result = logits.detach() if call.inplace_backward else empty_gradient(logits)
             write_gradient(
                 result,
                 logits,

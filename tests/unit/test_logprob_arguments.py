@@ -11,6 +11,7 @@ from logprob_ranks import on_ranks, ranges
 
 import cupy_coll
 from cupy_coll import (
+    AllGatherCPTensor,
     ArgumentError,
     ChunkedDistributedEntropy,
     ChunkedDistributedLogprob,
@@ -20,6 +21,7 @@ from cupy_coll import (
     ShapeError,
     _compute_distributed_log_softmax,
     from_parallel_logits_to_logprobs,
+    from_parallel_logits_to_logprobs_packed_sequences,
     vocab_parallel_logprob_and_entropy,
 )
 
@@ -181,6 +183,16 @@ def test_signatures():
     assert parameters(_compute_distributed_log_softmax) == plain("vocab_parallel_logits", "group")
     assert parameters(from_parallel_logits_to_logprobs) == [
         *four, *plain("tp_group"), inference, ("cp_group", None, False), ("chunk_size", None, False), temperature,
+    ]  # fmt: skip
+    assert parameters(from_parallel_logits_to_logprobs_packed_sequences) == [
+        *plain("vocab_parallel_logits", "target", "cu_seqlens_padded", "unpacked_seqlen"), *four[2:], *plain("group"),
+        inference, ("cp_group", None, False), ("chunk_size", None, False), ("target_is_pre_rolled", False, False),
+        temperature,
+    ]  # fmt: skip
+    assert parameters(AllGatherCPTensor.apply) == [*plain("tensor", "cp_group"), ("seq_dim", 1, False)]
+    assert parameters(cupy_coll.allgather_cp_sharded_tensor) == [*plain("tensor", "cp_group"), ("seq_dim", 1, False)]
+    assert parameters(cupy_coll._get_tokens_on_this_cp_rank) == [
+        *plain("input_ids", "cp_rank", "cp_size"), ("seq_dim", 1, False),
     ]  # fmt: skip
     assert parameters(vocab_parallel_logprob_and_entropy) == [
         *plain("vocab_parallel_logits", "target", "group"),
