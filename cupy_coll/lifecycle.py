@@ -41,7 +41,7 @@ __all__ = ["TRACE_VARIABLE", "Lifecycle", "Notice", "Waitable", "install_exit_ho
 logger = logging.getLogger("cupy_coll")
 
 SPINS = 50  # tests before the processor is offered to others
-LOOKS = 16  # turns of the loop between two looks for departures and the deadline
+LOOKS = 16  # turns of the loop, after the first ones, between two looks for messages and the deadline
 PATIENCE = 200e-6  # seconds of waiting after which the loop sleeps between its turns
 NAP = 100e-6  # seconds at most, and at most an eighth of the time waited
 WATCH = 0.1  # seconds between two looks of the watchdog
@@ -240,7 +240,7 @@ class Lifecycle:
         while not done():
             self.progress()
             turn += 1
-            if turn % LOOKS:
+            if turn > SPINS and turn % LOOKS:
                 os.sched_yield()
                 continue
             waited = time.monotonic() - begin
