@@ -50,10 +50,11 @@ def test_completes_without_waiting(world, rank, size, share, expect):
     tensor = torch.ones(5)
     work = cc.all_reduce(tensor, world, async_op=True) if rank else None
     share("all others have started")
+    if work is not None:
+        expect(work.is_completed(), False, "before rank 0 has started")
+    share("they have looked")
     if work is None:
         work = cc.all_reduce(tensor, world, async_op=True)
-    else:
-        expect(work.is_completed(), False, "before rank 0 has started")
     share("all have started")
     begin = time.monotonic()
     while not work.is_completed() and time.monotonic() - begin < 10:
