@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from cupy_coll.device import mark_as_cupy
 from cupy_coll.dtypes import name_of
 from cupy_coll.errors import ArgumentError, DTypeError, ShapeError
 
@@ -91,7 +92,7 @@ def as_tensor(function: str, name: str, array: Any, writable: bool) -> torch.Ten
     if isinstance(array, torch.Tensor):
         return array
     if _is_cupy(array):
-        return torch.from_dlpack(array)
+        return mark_as_cupy(torch.from_dlpack(array))
     if not isinstance(array, np.ndarray):
         raise ArgumentError(f"{function}: {name} must be a torch tensor, CuPy or NumPy array, got {_kind(array)}")
     if writable and not array.flags.writeable:
