@@ -149,11 +149,13 @@ class Lifecycle:
         self._asking = threading.Lock()  # one question to the others at a time
         self._expired: set[Hashable] = set()
         self._answers: dict[int, tuple[Notice, str]] = {}
+        self._ending: dict[int, str] = {}  # who is about to end the whole job, and how
         self.mailbox.handlers |= {
             "gone": self._take_notice,
             "query": self._answer,
             "answer": self._take_answer,
             "abort": self._take_abort,
+            "ending": lambda source, how: self._ending.update({source: how}),
         }
         _set_current(self)
         _dump_on_signal()
@@ -345,7 +347,7 @@ class Lifecycle:
                 self.mailbox.post("query", expired, ranks)
             begin = time.monotonic()
             others = set(ranks) - {self.mailbox.rank} - set(self.departed)
-            while not others <= self._answers.keys() and time.monotonic() - begin < ANSWER:
+            while not others <= self._answers.keys() | self._ending.keys() and time.monotonic() - begin < ANSWER:
                 self.deliver()
                 time.sleep(NAP)
             answers = dict(self._answers)
@@ -363,6 +365,8 @@ class Lifecycle:
             return states[rank][1]
         if rank in self.departed:
             return self.departed[rank].reason
+        if rank in self._ending:
+            return self._ending[rank]
         return f"does not answer within {ANSWER:g} s"
 
     def timed_out(self, operation: Waitable, limit: float) -> CommTimeoutError:
@@ -468,6 +472,8 @@ class Lifecycle:
         if not self.alive():
             return
         if _exit_status:  # mpi4py ends the job with it, after this
+            with self.lock:
+                self.mailbox.post("ending", f"ends the job with status {_exit_status}", range(self.mailbox.size))
             self._announce_abort(f"exit status {_exit_status}")
             self._abort_watched()
             self._end()

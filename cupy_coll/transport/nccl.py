@@ -364,7 +364,7 @@ class NcclTransport:
     def _exchange(
         self, outputs: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor | None]
     ) -> Callable[[Any, int], Enqueued]:
-        """Send ``inputs[i]`` to member i, receive ``outputs[i]`` from it, also for this one; None: nothing goes there."""
+        """Send ``inputs[i]`` to member i, receive ``outputs[i]`` from it, this one too; None: nothing goes there."""
 
         def enqueue(comm: Any, stream: int) -> Enqueued:
             targets = {peer: Target(output) for peer, output in enumerate(outputs) if output is not None}
@@ -472,7 +472,7 @@ class NcclTransport:
             raise ArgumentError(f"{name}: the tensors are on {names}, expected one GPU")
         if self._comm is not None and index != self._index:
             raise ArgumentError(
-                f"{name}: the tensor is on {self.device.name(index)}, expected {self.device.name(self._index)}, on which "
+                f"{name}: the tensor is on {self.device.name(index)}, expected {self.device.name(self._index)}, where "
                 f"group {self.ledger.group} has been connected"
             )
         return index
