@@ -3,8 +3,8 @@
     mpiexec -n 4 python -c 'from mpi4py import MPI, run; run.main()' -m pytest tests/nccl
 
 What they run on is **not NCCL** and no GPU: CuPy's real binding calls a stand-in library on host memory
-(``tests/nccl_standin``), and a fake device (``fake_device.py``) owns the CPU tensors. They show that the transport calls
-NCCL as it must, and what it makes of NCCL's answers; not how NCCL computes, performs or fails.
+(``tests/nccl_standin``), and a fake device (``fake_device.py``) owns the CPU tensors. They show that the transport
+calls NCCL as it must, and what it makes of NCCL's answers; not how NCCL computes, performs or fails.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A GPU that is none: it owns CPU tensors, and records in which order streams and events are used.
 
-Host memory has no streams: what torch does in a block of :meth:`FakeDevice.on` happens at once, after waiting for what is
-on the stream, which is what a stream would do. A stream is a number, and also the handle that NCCL is given.
+Host memory has no streams: what torch does in a block of :meth:`FakeDevice.on` happens at once, after waiting for what
+is on the stream, which is what a stream would do. A stream is a number, and also the handle that NCCL is given.
 """
 
 from __future__ import annotations

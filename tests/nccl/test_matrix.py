@@ -55,9 +55,12 @@ def reductions(transport, dtype):
     return ["SUM", "AVG", "MIN", "MAX"] if dtype in FLOAT8 else ["SUM", "AVG", "PRODUCT", "MIN", "MAX"]
 
 
-def layouts(op):
-    """(layout, async_op): all of them for sums, two for the others."""
-    return [(one, index % 2 == 1) for index, one in enumerate(LAYOUTS)] if op == "SUM" else [("transposed", True)]
+def layouts(op, dtype):
+    """(layout, async_op): all of them for sums and copies of float32, one or two for the others."""
+    if op != "SUM":
+        return [("transposed", True)]
+    every = [(one, index % 2 == 1) for index, one in enumerate(LAYOUTS)]
+    return every if dtype == torch.float32 else [every[0], every[3]]
 
 
 @pytest.mark.parametrize("dtype", [*REDUCED, *FLOAT8], ids=name)
@@ -67,7 +70,7 @@ def test_all_reduce(transport, dtype, group_of, expect, rank):
         if group is None:
             continue
         for op in reductions(transport, dtype):
-            for layout, async_op in layouts(op):
+            for layout, async_op in layouts(op, dtype):
                 label = f"{op} {ranks} {layout} async={async_op}"
                 placed = Placed(tensor_of(contribution(SHAPE, rank), dtype), layout)
                 work = cc.all_reduce(placed.view, group, getattr(ReduceOp, op), async_op)
@@ -84,7 +87,7 @@ def test_reduce(transport, dtype, group_of, expect, rank):
         if group is None:
             continue
         for op in reductions(transport, dtype):
-            for layout, async_op in layouts(op):
+            for layout, async_op in layouts(op, dtype):
                 for dst in ranks if op == "SUM" else ranks[-1:]:
                     label = f"{op} {ranks} to {dst} {layout} async={async_op}"
                     mine = tensor_of(contribution(SHAPE, rank), dtype)
@@ -104,7 +107,7 @@ def test_reduce_scatter(transport, dtype, group_of, expect, rank):
         if group is None:
             continue
         for op in reductions(transport, dtype):
-            for layout, async_op in layouts(op):
+            for layout, async_op in layouts(op, dtype):
                 label = f"{op} {ranks} {layout} async={async_op}"
                 shape = (2 * group.size, 3)
                 mine = tensor_of(contribution(shape, rank), dtype)
@@ -125,7 +128,7 @@ def test_all_gather(transport, dtype, group_of, expect, rank):
         if group is None:
             continue
         parts = [tensor_of(marked(SHAPE, member), dtype) for member in ranks]
-        for layout, async_op in layouts("SUM"):
+        for layout, async_op in layouts("SUM", dtype):
             label = f"{ranks} {layout} async={async_op}"
             output = Placed(torch.zeros(group.size * 4, 3).to(dtype), layout)
             work = cc.all_gather(output.view, Placed(parts[group.rank], layout).view, group, async_op)
@@ -141,7 +144,7 @@ def test_broadcast_gather_scatter(transport, dtype, group_of, expect, rank):
         if group is None:
             continue
         parts = [tensor_of(marked(SHAPE, member), dtype) for member in ranks]
-        for index, (layout, async_op) in enumerate(layouts("SUM")):
+        for index, (layout, async_op) in enumerate(layouts("SUM", dtype)):
             root = ranks[index % len(ranks)]
             label = f"{ranks} root {root} {layout} async={async_op}"
             placed = Placed(parts[group.rank], layout)
@@ -173,14 +176,15 @@ def test_uneven(transport, dtype, group_of, expect, rank):
             continue
         rows = [tensor_of(marked((index * 2 % 3, 3), member), dtype) for index, member in enumerate(ranks)]
         mine = rows[group.rank]
-        for layout in LAYOUTS:
+        for layout, _ in layouts("SUM", dtype):
             balanced = cc.rebalance_nd_tensor(Placed(mine, layout).view, group)
             expect(balanced, torch.cat(rows), f"rebalance {ranks} {layout}")
         if dtype in FLOAT8:
             continue
         counts = [[(source + target) % 3 for target in range(group.size)] for source in range(group.size)]
         blocks = [
-            [tensor_of(marked((counts[s][t], 2), 10 * s + t), dtype) for t in range(group.size)] for s in range(group.size)
+            [tensor_of(marked((counts[s][t], 2), 10 * s + t), dtype) for t in range(group.size)]
+            for s in range(group.size)
         ]
         sent = torch.cat(blocks[group.rank])
         output = cc.all_to_all_uneven(
@@ -200,8 +204,8 @@ def test_all_to_all_with_gradient(transport, world, size, rank, expect):
 
 def test_send_recv(transport, world, rank, size, expect):
     """In a chain: what is sent must meet its receive before the next on the same communicator."""
-    for layout in LAYOUTS:
-        for dtype in (torch.float32, torch.bool, torch.complex64, torch.bfloat16):
+    for dtype in (torch.float32, torch.bool, torch.complex64):
+        for layout in ("contiguous", "transposed"):
             for async_op in (False, True):
                 tensor = Placed(tensor_of(marked(SHAPE, rank), dtype), layout)
                 if rank > 0:
