@@ -30,6 +30,7 @@ class Engine(Protocol):
     recorder: Recorder
     check: CheckMode | None
     abandoned: list[Any]
+    departed: dict[int, Any]
 
     def start(self, operation: Any) -> None: ...
     def progress(self) -> None: ...

@@ -22,7 +22,7 @@ from torch.distributed import ReduceOp
 
 from cupy_coll.device import Device, Event, Stream, is_cupy
 from cupy_coll.dtypes import NcclType, Reduction, name_of, nccl_copy, nccl_reduction
-from cupy_coll.errors import ArgumentError, CommTimeoutError, CupyCollError, TransportError
+from cupy_coll.errors import ArgumentError, CommTimeoutError, CupyCollError, PeerError, TransportError
 from cupy_coll.transport.base import Channel, Communication, Kind, Ledger, Work
 from cupy_coll.transport.memory import Target, apart, flat_of
 from cupy_coll.transport.nccl_members import SHARED_GPU_VARIABLE, Member, installed_library, problem_of, warn_of_paths
@@ -551,8 +551,18 @@ class NcclTransport:
                 self._comm.check_async_error()
             except Exception as error:
                 if _code_of(error) != IN_PROGRESS:
-                    oldest = next((operation.describe() for operation in self._in_flight()), "nothing in flight")
-                    raise _translated(f"group {self.ledger.group}, asynchronous error ({oldest})", error) from error
+                    raise self._asynchronous(error) from error
+
+    def _asynchronous(self, error: Exception) -> Exception:
+        """NCCL's notice of a failure, which often follows from the end of a member."""
+        oldest = next((operation.describe() for operation in self._in_flight()), "nothing in flight")
+        error = _translated(f"group {self.ledger.group}, asynchronous error ({oldest})", error)
+        departed = self._engine.departed
+        gone = [rank for rank in self.ledger.ranks if rank in departed]
+        if not gone:
+            return error
+        reasons = ", ".join(f"rank {rank} {departed[rank].reason}" for rank in gone)
+        return PeerError(f"{error}; {reasons}", tuple(gone))
 
     # ------------------------------------------------------------------ the communicator
 

@@ -108,10 +108,8 @@ def test_a_member_that_leaves(nccl_job):
             time.sleep(30)
     """)
     assert done.status != 0
-    assert (
-        "rank 0 ends the job: PeerError: all_reduce (group GLOBAL [0, 1], operation 1, [5] float32): rank 1 left"
-        in (done.output)
-    )
+    assert "rank 0 ends the job: PeerError: " in done.output
+    assert "rank 1 left: its program ended" in done.output
     assert done.seconds < 25
 
 
