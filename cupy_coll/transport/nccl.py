@@ -51,6 +51,7 @@ ADVICE = {
     7: ("ncclInProgress", "the operation has not ended"),
 }
 IN_PROGRESS = 7
+LAST_NEWS = 0.5  # seconds after an asynchronous error in which the member that has left may say so
 
 Enqueued: TypeAlias = tuple[list[Target], list[Any]]  # what has been written to, and what must live until it ends
 
@@ -557,6 +558,10 @@ class NcclTransport:
         """NCCL's notice of a failure, which often follows from the end of a member."""
         oldest = next((operation.describe() for operation in self._in_flight()), "nothing in flight")
         error = _translated(f"group {self.ledger.group}, asynchronous error ({oldest})", error)
+        begin = time.monotonic()
+        while not self._engine.departed and time.monotonic() - begin < LAST_NEWS:
+            time.sleep(0.01)  # the member's own notice may be on its way
+            self._engine.deliver()
         departed = self._engine.departed
         gone = [rank for rank in self.ledger.ranks if rank in departed]
         if not gone:
