@@ -51,20 +51,23 @@ def installed_device() -> Iterator[None]:
 @pytest.fixture
 def fake(world: Any) -> Iterator[FakeDevice]:
     """CPU tensors go to NCCL's stand-in during the test."""
-    fake_device.enabled = True
+    fake_device.enabled = fake_device.recording = True
     standin.clear()
     fake_device._calls = 0
     fake_device.take_log()
     yield fake_device
     standin.hold(False)
     standin.asynchronous(False)
-    fake_device.__dict__.update(enabled=False, holding=False, capturing=False, sm=(9, 0), gpu=f"GPU-{harness.RANK}")
+    fake_device.__dict__.update(
+        enabled=False, recording=False, holding=False, capturing=False, sm=(9, 0), gpu=f"GPU-{harness.RANK}"
+    )
 
 
 @pytest.fixture(params=["host", "nccl"])
 def transport(request: pytest.FixtureRequest, world: Any) -> Iterator[str]:
     """Each test twice: CPU tensors go to the host's transport, or to NCCL's over the stand-in."""
     fake_device.enabled = request.param == "nccl"
+    standin.clear()
     yield request.param
     fake_device.enabled = False
 

@@ -36,6 +36,7 @@ class FakeDevice:
         standin: the library that stands in for NCCL.
         enabled: whether it owns CPU tensors.
         gpu: the UUID.
+        recording: whether the log is written.
         log: (what, stream, event's number) in order; ("nccl", stream, name of the call) where NCCL was called between.
     """
 
@@ -51,6 +52,7 @@ class FakeDevice:
     _streams: Iterator[int] = field(default_factory=lambda: itertools.count(0x1000))
     _calls: int = 0
     polite: bool = False
+    recording: bool = False
 
     def count(self) -> int:
         return int(self.enabled)
@@ -130,6 +132,8 @@ class FakeDevice:
         return log
 
     def _note(self, what: str, stream: int, number: object) -> None:
+        if not self.recording:
+            return
         self._note_calls()
         self._log.append((what, stream, number))
 
