@@ -35,11 +35,15 @@ from cupy_coll.errors import (
 )
 from cupy_coll.group import Group
 from cupy_coll.logprob import (
+    AllGatherCPTensor,
     ChunkedDistributedEntropy,
     ChunkedDistributedLogprob,
     DistributedLogprob,
     _compute_distributed_log_softmax,
+    _get_tokens_on_this_cp_rank,
+    allgather_cp_sharded_tensor,
     from_parallel_logits_to_logprobs,
+    from_parallel_logits_to_logprobs_packed_sequences,
     tp_invariant,
     vocab_parallel_logprob_and_entropy,
 )
@@ -54,6 +58,7 @@ from cupy_coll.transport.base import Work
 from cupy_coll.uneven import all_to_all_uneven, gather_jagged_object_lists, rebalance_nd_tensor
 
 __all__ = [
+    "AllGatherCPTensor",
     "ArgumentError",
     "ChunkedDistributedEntropy",
     "ChunkedDistributedLogprob",
@@ -74,15 +79,18 @@ __all__ = [
     "TransportError",
     "Work",
     "_compute_distributed_log_softmax",
+    "_get_tokens_on_this_cp_rank",
     "all_gather",
     "all_reduce",
     "all_reduce_dict",
     "all_to_all",
     "all_to_all_uneven",
+    "allgather_cp_sharded_tensor",
     "barrier",
     "broadcast",
     "broadcast_object_list",
     "from_parallel_logits_to_logprobs",
+    "from_parallel_logits_to_logprobs_packed_sequences",
     "gather",
     "gather_from_sequence_parallel_region",
     "gather_jagged_object_lists",

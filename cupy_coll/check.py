@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -63,17 +64,19 @@ def root(function: str, group: Members, name: str, rank: Any, group_rank: Any) -
     if group_rank is not None:
         if rank is not None and not isinstance(rank, _DefaultRoot):
             raise GroupError(f"{function}: {name}={rank} and group_{name}={group_rank} are given, expected one of them")
-        if not _is_int(group_rank) or not 0 <= group_rank < group.size:
+        index = _integer(group_rank)
+        if index is None or not 0 <= index < group.size:
             raise GroupError(
                 f"{function}: group_{name} must be an index from 0 to {group.size - 1} of group {group.name}, "
                 f"got {group_rank!r}"
             )
-        return int(group_rank)
-    if not _is_int(rank) or rank not in group.ranks:
+        return index
+    found = _integer(rank)
+    if found is None or found not in group.ranks:
         raise GroupError(
             f"{function}: {name} must be a global rank of group {group.name}, one of {list(group.ranks)}, got {rank!r}"
         )
-    return group.ranks.index(rank)
+    return group.ranks.index(found)
 
 
 def storage(function: str, name: str, tensor: torch.Tensor, written: bool) -> None:
@@ -141,8 +144,12 @@ def same_on_all(function: str, what: str, ranks: Sequence[int], values: Sequence
         )
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _integer(value: Any) -> int | None:
+    """An int, also NumPy's; None where it is none."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

@@ -115,6 +115,7 @@ class CheckMode:
         self._voided: set[Place] = set()
         self._accepted: set[Place] = set()  # what the decider lets pass
         self._closed: set[Place] = set()  # where the time is over, at the decider
+        self._timed_out: set[Place] = set()  # what was given up for want of a member
         lifecycle.mailbox.handlers |= {
             "call": self._take_call,
             "accepted": lambda source, place: self._accepted.add(place),
@@ -138,7 +139,10 @@ class CheckMode:
         try:
             self._exchange(call)
         finally:
-            self._lifecycle.recorder.end(entry)
+            if place in self._timed_out:  # the entry stays open: the trace shows who has not come
+                self._lifecycle.dump_if_wanted("timeout")
+            else:
+                self._lifecycle.recorder.end(entry)
 
     def made(self, key: str) -> int:
         """How many calls on a channel are past their check."""
@@ -185,13 +189,13 @@ class CheckMode:
             missing = absent() or [decider]
             if own == decider:
                 self._closed.add(place)
-                self._publish(self._missing(call, missing), [call])
+                self._publish(self._missing(call, missing), [call], timed_out=True)
             else:
                 content = (self._missing(call, missing), call)
                 with self._lifecycle.lock:
                     self._lifecycle.mailbox.post("give up", content, [decider])
                 if not wait(PATIENCE):  # the decider does not answer
-                    self._publish(self._missing(call, missing), [call])
+                    self._publish(self._missing(call, missing), [call], timed_out=True)
         with self._lifecycle.lock:
             if elsewhere() and not verdict():
                 theirs = self._inbox[elsewhere()[0]][0]
@@ -223,9 +227,9 @@ class CheckMode:
             sides.append((sorted(ranks + own), f"{one.text}, in group {one.group}"))
         return f"{call.text} (group {call.group}, call {call.place[1]}): {_sides(sides)}"
 
-    def _publish(self, text: str, calls: Sequence[Call]) -> None:
+    def _publish(self, text: str, calls: Sequence[Call], timed_out: bool = False) -> None:
         """Tell every member of the calls' groups that they end in the error ``text``."""
-        content = (text, [call.place for call in calls])
+        content = (text, [call.place for call in calls], timed_out)
         with self._lifecycle.lock:
             self._lifecycle.mailbox.post("verdict", content, sorted({rank for call in calls for rank in call.ranks}))
             self._take_verdict(self._lifecycle.mailbox.rank, content)
@@ -251,11 +255,13 @@ class CheckMode:
         """A member's time is over: so is everybody's, unless the call has been accepted."""
         text, call = content
         if not self._is_over([call.place]) and call.place not in self._closed | self._voided:
-            self._publish(text, [call])
+            self._publish(text, [call], timed_out=True)
 
     def _take_verdict(self, source: int, content: Any) -> None:
-        text, places = content
+        text, places, timed_out = content
         self._voided.update(places)
+        if timed_out:
+            self._timed_out.update(places)
         for rank, calls in self._inbox.items():
             self._inbox[rank] = deque(call for call in calls if call.place not in self._voided)
         if not self._is_over(places):

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -40,7 +41,7 @@ __all__ = ["TRACE_VARIABLE", "Lifecycle", "Notice", "Waitable", "install_exit_ho
 logger = logging.getLogger("cupy_coll")
 
 SPINS = 50  # tests before the processor is offered to others
-LOOKS = 16  # turns of the loop between two looks for departures and the deadline
+LOOKS = 16  # turns of the loop, after the first ones, between two looks for messages and the deadline
 PATIENCE = 200e-6  # seconds of waiting after which the loop sleeps between its turns
 NAP = 100e-6  # seconds at most, and at most an eighth of the time waited
 WATCH = 0.1  # seconds between two looks of the watchdog
@@ -274,7 +275,7 @@ class Lifecycle:
         while not done():
             self.progress()
             turn += 1
-            if turn % LOOKS:
+            if turn > SPINS and turn % LOOKS:
                 os.sched_yield()
                 continue
             waited = time.monotonic() - begin
@@ -437,7 +438,11 @@ class Lifecycle:
             True if every process ended this way, so that communicators can be freed; False where one has left
             without, or an operation has failed.
         """
-        pending = sys.exc_info()[1]  # destroy() in a finally: the reason that the others want to read
+        pending = sys.exc_info()[1]
+        if pending is not None and self.mailbox.size > 1:
+            # In a finally: another rank's PeerError may end the job before the interpreter shows what went wrong.
+            print(f"cupy_coll: rank {self.mailbox.rank} calls destroy() while handling", file=sys.stderr)
+            traceback.print_exception(pending)
         self._say(True, "called destroy()" + (f" while handling {pending!r}" if pending else ""))
         if self.failure is not None:
             return False  # still active: the interpreter's exit ends the job

@@ -60,8 +60,11 @@ def _stuck(dumps: dict[int, Dump]) -> dict[tuple[Any, ...], dict[int, Dump]]:
     for rank, dump in dumps.items():
         for operation in dump["operations"]:
             if operation["end"] is None:
-                alone = () if operation["peer"] is None else (rank, operation["peer"])
-                key = (operation["channel"], operation["kind"], operation["number"], *alone)
+                # Disjoint groups that were made together have channels of one key.
+                ranks = (
+                    dump["members"][operation["channel"]] if operation["peer"] is None else [rank, operation["peer"]]
+                )
+                key = (operation["channel"], operation["kind"], operation["number"], *ranks)
                 stuck[key][rank] = operation
     return stuck
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from cupy_coll.context import resolve_group
 from cupy_coll.errors import ArgumentError, DTypeError, ShapeError
 from cupy_coll.group import Group
+from cupy_coll.logprob.memory import empty_gradient
 from cupy_coll.logprob.partials import (
     MessageLayout,
     Shard,
@@ -96,7 +97,7 @@ def _check_aligned(function: str, target: Tensor, logits: Tensor) -> None:
         )
 
 
-def _integer(function: str, name: str, value: Any) -> int:
+def check_integer(function: str, name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
@@ -104,7 +105,7 @@ def _integer(function: str, name: str, value: Any) -> int:
 
 
 def check_chunk_size(function: str, chunk_size: Any) -> int:
-    size = _integer(function, "chunk_size", chunk_size)
+    size = check_integer(function, "chunk_size", chunk_size)
     if size < 1:
         raise ArgumentError(f"{function}: chunk_size is {size}, expected at least 1")
     return size
@@ -162,16 +163,33 @@ class VocabParallel(torch.autograd.Function):
 
         ``options`` are fields of a call: inference_only, chunk_size, entropy (a pair is returned), inplace_backward.
         """
+        call = cls.prepare(function, logits, target, start, end, group, temperature=temperature, **options)
+        return None if call is None else super().apply(logits, target, call)
+
+    @staticmethod
+    def prepare(
+        function: str,
+        logits: Tensor,
+        target: Tensor,
+        start: Any,
+        end: Any,
+        group: Any,
+        *,
+        temperature: float = 1.0,
+        **options: Any,
+    ) -> _Call | None:
+        """Check what one rank can see; the call to apply to ``(logits, target)``, None on a rank outside the group."""
         check_logits(function, logits)
         _check_aligned(function, target, logits)
-        start = _integer(function, "vocab_start_index", start)
-        end = _integer(function, "vocab_end_index", end)
+        start = check_integer(function, "vocab_start_index", start)
+        end = check_integer(function, "vocab_end_index", end)
         scale = _scale(function, temperature)
         members = resolve_group(group, function)
         if members is None:
             return None
+        members.transport_for(logits)
         shard = Shard(members.rank, members.size, logits.shape[-1], start, end)
-        return super().apply(logits, target, _Call(function, members, shard, scale=scale, **options))
+        return _Call(function, members, shard, scale=scale, **options)
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -198,7 +216,7 @@ class VocabParallel(torch.autograd.Function):
         g_logprob = None if local_target is None else next(by_output)
         g_entropy = next(by_output) if call.entropy else None
         with torch.no_grad():
-            result = logits.detach() if call.inplace_backward else torch.empty_like(logits)
+            result = logits.detach() if call.inplace_backward else empty_gradient(logits)
             write_gradient(
                 result,
                 logits,

@@ -7,15 +7,18 @@ import torch
 
 import cupy_coll as cc
 from cupy_coll import (
+    AllGatherCPTensor,
     ArgumentError,
     ChunkedDistributedEntropy,
     ChunkedDistributedLogprob,
     DistributedLogprob,
-    GroupError,
     MismatchError,
     ShapeError,
     _compute_distributed_log_softmax,
+    _get_tokens_on_this_cp_rank,
+    allgather_cp_sharded_tensor,
     from_parallel_logits_to_logprobs,
+    from_parallel_logits_to_logprobs_packed_sequences,
     vocab_parallel_logprob_and_entropy,
 )
 
@@ -290,6 +293,213 @@ def test_bad_arguments_before_anything_is_sent(world, raises_everywhere, expect)
         from_parallel_logits_to_logprobs(logits, torch.zeros(2, 4, dtype=torch.int64), start, start + 8, world)
     barriers = world.sequence - before  # one after each error: of the harness
     expect(barriers, 7, "messages")
-    if world.size > 1:
-        with raises_everywhere(GroupError, "cp_group has"):
-            from_parallel_logits_to_logprobs(logits, target, start, start + 8, world, cp_group=world)
+
+
+# ---------------------------------------------------------------------- sequences split over ranks
+
+
+def meshes(group_of, rank, size):
+    """(tp, cp groups) of this rank for every way to arrange all ranks; all ranks make all groups."""
+    for cp in range(1, size + 1):
+        if size % cp:
+            continue
+        tp = size // cp
+        rows = [group_of(range(c * tp, (c + 1) * tp)) for c in range(cp)]
+        columns = [group_of(range(t, size, tp)) for t in range(tp)]
+        yield rows[rank // tp], columns[rank % tp]
+
+
+def order_of(lengths, cp, r):
+    """The positions that a context-parallel rank holds, one sequence at a time."""
+    order, first = [], 0
+    for length in lengths:
+        part = length // (2 * cp)
+        positions = list(range(first, first + length))
+        later = (2 * cp - 1 - r) * part
+        order += positions if cp == 1 else positions[r * part : (r + 1) * part] + positions[later : later + part]
+        first += length
+    return order
+
+
+def cut(logits, lengths, tp, cp):
+    """This rank's positions and columns of logits [B, S, V], as a leaf."""
+    return part(logits[:, order_of(lengths, cp.size, cp.rank)], tp)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_context_parallel_values_gradients_messages_and_bits(group_of, rank, size, share, expect, dtype, packing):
+    vocab, seqlen = 16 * 36, 48
+    lengths = [24, 0, 48, 24] if packing else [48]
+    batch = 1 if packing else 2
+    logits, tokens = draw(batch * sum(lengths), vocab, dtype=dtype)
+    logits, tokens = logits.view(batch, -1, vocab), tokens.view(batch, -1)
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    starts = cu[:-1].tolist()
+    targets = tokens.roll(-1, 1)
+    targets[:, [a + n - 1 for a, n in zip(starts, lengths, strict=True) if n]] = IGNORED
+    value, _ = reference(logits, targets, torch.ones(targets.shape))
+    upstream = torch.linspace(-2, 2, seqlen - 1).expand(len(lengths) if packing else batch, -1)
+    if packing:
+        wanted = torch.zeros(len(lengths), seqlen - 1, dtype=torch.float64)
+        weights = torch.zeros(batch, sum(lengths))
+        for row, (first, length) in enumerate(zip(starts, lengths, strict=True)):
+            used = max(length - 1, 0)
+            wanted[row, :used] = value[0, first : first + used]
+            weights[0, first : first + used] = upstream[row, :used]
+    else:
+        wanted, weights = value[:, :-1], torch.cat([upstream, torch.zeros(batch, 1)], 1)
+    _, gradient = reference(logits, targets, weights)
+    rounding = 2**-7 if dtype == torch.bfloat16 else 0.0
+    bits = set()
+    for tp, cp in meshes(group_of, rank, size):
+        for chunk in (None, 5):
+            shard, start, end = cut(logits, lengths, tp, cp)
+            before = tp.sequence, cp.sequence
+            if packing:
+                found = from_parallel_logits_to_logprobs_packed_sequences(
+                    shard, tokens, cu, seqlen, start, end, tp, cp_group=cp, chunk_size=chunk
+                )
+            else:
+                found = from_parallel_logits_to_logprobs(shard, tokens, start, end, tp, cp_group=cp, chunk_size=chunk)
+            label = f"tp {tp.size}, cp {cp.size}, chunk {chunk}"
+            expect(found.detach().double(), wanted, label, rtol=1e-5, atol=1e-6)
+            found.backward(upstream / cp.size)
+            mine = gradient[:, order_of(lengths, cp.size, cp.rank), start:end]
+            wrong = (shard.grad.double() - mine).abs().max().item()
+            expect.that(wrong <= 1e-5 + rounding, f"{label}: gradient off by {wrong}")
+            messages = (tp.sequence - before[0], cp.sequence - before[1])
+            if tp is cp:  # of one rank
+                messages = (messages[0], 0)
+            expect(messages, (1, 2 if cp.size > 1 else 0), f"{label}: messages over tp and cp, both ways")
+            bits.add(raw(found) if tp.size != 3 else None)
+    bits.discard(None)
+    everyone = set().union(*share(bits))
+    expect.that(len(everyone) <= 1, "bits differ between ranks, chunks or ways to split")
+
+
+def test_context_parallel_order_in_closed_form(group_of, rank, size, expect):
+    cp = group_of.of(2)
+    tp = alone(group_of, rank, size)
+    if cp is None:
+        return
+    logits = torch.zeros(1, 8, 8)
+    for i in range(7):
+        logits[0, i, i + 1] = i
+    tokens = torch.arange(8).view(1, 8)
+    mine = [[0, 1, 6, 7], [2, 3, 4, 5]][cp.rank]
+    wanted = torch.tensor([[-2.079442, -1.274009, -0.666468, -0.299000, -0.120632, -0.046087, -0.017202]])
+    for packing in (False, True):
+        shard = logits[:, mine].requires_grad_()
+        if packing:
+            cu = torch.tensor([0, 8])
+            found = from_parallel_logits_to_logprobs_packed_sequences(shard, tokens, cu, 8, 0, 8, tp, cp_group=cp)
+            rolled = tokens.roll(-1, 1)[:, mine]
+            again = from_parallel_logits_to_logprobs_packed_sequences(
+                shard, rolled, cu, 8, 0, 8, tp, cp_group=cp, target_is_pre_rolled=True
+            )
+            expect(again.detach(), found.detach(), "pre-rolled")
+        else:
+            found = from_parallel_logits_to_logprobs(shard, tokens, 0, 8, tp, cp_group=cp)
+        expect(found.detach(), wanted, "values", atol=1e-6)
+        found.sum().backward()
+        expect.that(not shard.grad[:, [i for i, p in enumerate(mine) if p == 7]].any(), "last row")
+        expect.that(shard.grad[:, [i for i, p in enumerate(mine) if p < 7]].any(-1).all(), "other rows")
+
+
+def test_packed_label_shift_in_closed_form(world, expect):
+    vocab = 8 * world.size
+    logits, tokens = torch.full((1, 5, vocab), -INF), torch.tensor([[0, 1, 2, 4, 5]])
+    logits[..., :8] = 0
+    logits[0, 0, 1], logits[0, 1, 2], logits[0, 3, 5] = 1, 2, 4
+    cu = torch.tensor([0, 3, 5], dtype=torch.int32)
+    shard, start, end = part(logits, world)
+    found = from_parallel_logits_to_logprobs_packed_sequences(shard, tokens, cu, 3, start, end, world)
+    expect(found.detach(), torch.tensor([[-1.274009, -0.666468], [-0.120632, 0.0]]), "values", atol=1e-6)
+    found.sum().backward()
+    expect.that(not shard.grad[0, [2, 4]].any(), "rows 2 and 4")
+    tokens[0, 3] = 7
+    other = from_parallel_logits_to_logprobs_packed_sequences(shard, tokens, cu, 3, start, end, world)
+    expect(other[0].detach(), found[0].detach(), "the other sequence's token")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_gather_of_context_parallel_tensors(group_of, rank, size, expect, dtype):
+    for ranks in group_of.several():
+        group = group_of(ranks)
+        if group is None:
+            continue
+        length = 4 * group.size
+        whole = torch.arange(3 * length * 2).view(3, length, 2).to(dtype)
+        mine = _get_tokens_on_this_cp_rank(whole, group.rank, group.size)
+        expect(mine, whole[:, order_of([length], group.size, group.rank)], "this rank's parts")
+        before = group.sequence
+        expect(allgather_cp_sharded_tensor(mine, group), whole, "whole")
+        if dtype != torch.int64:
+            turned = mine.transpose(0, 1).detach().requires_grad_()  # not contiguous
+            gathered = AllGatherCPTensor.apply(turned, group, 0)
+            expect(gathered.detach(), whole.transpose(0, 1), "along dimension 0")
+            (gathered * (group.rank + 1)).sum().backward()
+            total = group.size * (group.size + 1) / 2
+            expect(turned.grad, torch.full_like(turned, total), "gradients are summed")
+        messages = 3 if dtype != torch.int64 else 1
+        expect(group.sequence - before, messages if group.size > 1 else 0, "messages")
+
+
+def test_bad_target_and_ranges_raise_on_all_context_parallel_ranks(group_of, rank, size, raises_everywhere):
+    tokens = torch.zeros(1, 4 * size, dtype=torch.int64)
+    tokens[0, 1] = 99
+    logits = torch.zeros(1, 4, 8)
+    tp, cp = alone(group_of, rank, size), group_of(range(size))
+    with raises_everywhere(ArgumentError, "target holds 99" if rank == 0 else "rank 0 of cp_group"):
+        from_parallel_logits_to_logprobs(logits, tokens, 0, 8, tp, cp_group=cp)
+    cu = torch.tensor([0, 4 * size])
+    with raises_everywhere(ArgumentError, "target holds 99" if rank == 0 else "rank 0 of cp_group"):
+        from_parallel_logits_to_logprobs_packed_sequences(logits, tokens, cu, 4, 0, 8, tp, cp_group=cp)
+    first = 1 if rank == size - 1 else 0
+    words = "a gap" if first else f"rank {size - 1} of cp_group"
+    with raises_everywhere(MismatchError, words):
+        from_parallel_logits_to_logprobs(logits, tokens * 0, first, first + 8, tp, cp_group=cp)
+
+
+def test_packings_that_cannot_be_split(group_of, rank, size, raises_everywhere, expect):
+    tp, cp = alone(group_of, rank, size), group_of(range(size))
+    tokens, logits = torch.zeros(1, 4 * size, dtype=torch.int64), torch.zeros(1, 4, 8)
+    call = from_parallel_logits_to_logprobs_packed_sequences
+    before = cp.sequence + tp.sequence if cp is not tp else cp.sequence
+    bad = [[0, 4 * size - 2], [2, 4 * size], [0, 4 * size, 2, 4 * size], [0, 6 * size, 4 * size]]
+    if size > 1:
+        bad.append([0, 2, 4 * size])
+    for cu in bad:
+        with raises_everywhere(ArgumentError, "cu_seqlens_padded"):
+            call(logits, tokens, torch.tensor(cu), 4, 0, 8, tp, cp_group=cp)
+    with raises_everywhere(cc.DTypeError, "cu_seqlens_padded has dtype"):
+        call(logits, tokens, torch.tensor([0.0, 4 * size]), 4, 0, 8, tp, cp_group=cp)
+    if size > 1:
+        with raises_everywhere(ShapeError, "to be even"):
+            from_parallel_logits_to_logprobs(logits[:, :3], tokens[:, :3], 0, 8, tp, cp_group=cp)
+    after = cp.sequence + tp.sequence if cp is not tp else cp.sequence
+    expect(after - before, 0, "messages")
+
+
+def test_mesh_and_ranks_outside(no_context, rank, size, expect):
+    context = cc.CommContext()
+    context.init_distributed_env(timeout=20)
+    cp = 2 if size % 2 == 0 else 1
+    groups = context.init_mesh(cp=cp, tp=size // cp)
+    tokens = torch.arange(4 * cp).view(1, -1)
+    start = 16 * groups["tp"].rank
+    found = from_parallel_logits_to_logprobs(
+        torch.zeros(1, 4, 16), tokens, start, start + 16, "TENSOR_PARALLEL", cp_group="CONTEXT_PARALLEL"
+    )
+    uniform = torch.full((1, 4 * cp - 1), 16.0 * groups["tp"].size).log().neg()
+    expect(found, uniform, "modes", rtol=1e-6)
+    context.init_group([0], mode="FIRST")
+    cu = torch.tensor([0, 4])
+    outside = [
+        from_parallel_logits_to_logprobs(torch.zeros(1, 4, 8), tokens[:, :4], 0, 8, "FIRST"),
+        from_parallel_logits_to_logprobs(torch.zeros(1, 4, 8), tokens[:, :4], 0, 8, "FIRST", cp_group="FIRST"),
+        from_parallel_logits_to_logprobs_packed_sequences(torch.zeros(1, 4, 8), tokens[:, :4], cu, 4, 0, 8, "FIRST"),
+        allgather_cp_sharded_tensor(torch.zeros(1, 4), "FIRST"),
+    ]
+    expect([one is None for one in outside], [rank != 0] * 4, "None outside, and only there")

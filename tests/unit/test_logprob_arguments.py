@@ -11,16 +11,17 @@ from logprob_ranks import on_ranks, ranges
 
 import cupy_coll
 from cupy_coll import (
+    AllGatherCPTensor,
     ArgumentError,
     ChunkedDistributedEntropy,
     ChunkedDistributedLogprob,
     DistributedLogprob,
     DTypeError,
-    GroupError,
     MismatchError,
     ShapeError,
     _compute_distributed_log_softmax,
     from_parallel_logits_to_logprobs,
+    from_parallel_logits_to_logprobs_packed_sequences,
     vocab_parallel_logprob_and_entropy,
 )
 
@@ -160,16 +161,6 @@ def test_sequences_that_do_not_fit(logits, target, error, words):
     assert calls == 0
 
 
-def test_sequences_split_over_ranks_are_refused():
-    errors, calls = raised(
-        lambda g: from_parallel_logits_to_logprobs(LOGITS, TARGET, *ranges(16, 2)[g.rank], g, cp_group=g), size=2
-    )
-    assert [type(e) for e in errors] == [GroupError] * 2
-    assert calls == 0
-    alone = on_ranks(1, lambda g: from_parallel_logits_to_logprobs(LOGITS, TARGET, 0, 8, g, cp_group=g))
-    assert alone[0].shape == (2, 2)
-
-
 def test_signatures():
     def parameters(function):
         return [(p.name, p.default, p.kind == p.KEYWORD_ONLY) for p in inspect.signature(function).parameters.values()]
@@ -192,6 +183,16 @@ def test_signatures():
     assert parameters(_compute_distributed_log_softmax) == plain("vocab_parallel_logits", "group")
     assert parameters(from_parallel_logits_to_logprobs) == [
         *four, *plain("tp_group"), inference, ("cp_group", None, False), ("chunk_size", None, False), temperature,
+    ]  # fmt: skip
+    assert parameters(from_parallel_logits_to_logprobs_packed_sequences) == [
+        *plain("vocab_parallel_logits", "target", "cu_seqlens_padded", "unpacked_seqlen"), *four[2:], *plain("group"),
+        inference, ("cp_group", None, False), ("chunk_size", None, False), ("target_is_pre_rolled", False, False),
+        temperature,
+    ]  # fmt: skip
+    assert parameters(AllGatherCPTensor.apply) == [*plain("tensor", "cp_group"), ("seq_dim", 1, False)]
+    assert parameters(cupy_coll.allgather_cp_sharded_tensor) == [*plain("tensor", "cp_group"), ("seq_dim", 1, False)]
+    assert parameters(cupy_coll._get_tokens_on_this_cp_rank) == [
+        *plain("input_ids", "cp_rank", "cp_size"), ("seq_dim", 1, False),
     ]  # fmt: skip
     assert parameters(vocab_parallel_logprob_and_entropy) == [
         *plain("vocab_parallel_logits", "target", "group"),

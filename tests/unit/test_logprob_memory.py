@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from cupy_coll.logprob.memory import LARGE, empty_gradient
 
 CHILD = """
 import sys
@@ -35,7 +38,7 @@ def forward(x):
         x, target, group, vocab_start_index=0, vocab_end_index=x.shape[1], inplace_backward=sys.argv[1] == "inplace"))
 
 forward(logits(16, 1 << 17)).sum().backward()  # code, scratch and thread pools are there now
-x = logits(128, 1 << 17)
+x = logits(int(sys.argv[3]), 1 << 17)
 before = peak()
 value = forward(x)
 after_forward = peak()
@@ -46,12 +49,17 @@ print(after_forward - before, peak() - before, x.numel() * x.element_size() / 2*
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
 @pytest.mark.parametrize(
-    ("function", "dtype"),
-    [("logprob", "bfloat16"), ("logprob", "float32"), ("inplace", "bfloat16")],
+    ("function", "dtype", "rows"),
+    [
+        ("logprob", "bfloat16", 128),
+        ("logprob", "bfloat16", 320),
+        ("logprob", "float32", 128),
+        ("inplace", "bfloat16", 128),
+    ],
 )
-def test_peak_memory(function, dtype):
+def test_peak_memory(function, dtype, rows):
     child = subprocess.run(
-        [sys.executable, "-c", CHILD, function, dtype],
+        [sys.executable, "-c", CHILD, function, dtype, str(rows)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -59,7 +67,17 @@ def test_peak_memory(function, dtype):
         env={"OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join([str(Path(__file__).parent), *sys.path])},
     )
     forward, both, size = map(float, child.stdout.split())  # MiB
-    assert size == {"bfloat16": 32.0, "float32": 64.0}[dtype]
-    blocks = 8.0  # a float32 copy of the bf16 logits would be 64
+    assert size == rows * {"bfloat16": 0.25, "float32": 0.5}[dtype]
+    blocks = 8.0  # a float32 copy of the bf16 logits would be 64 and more
     assert forward < blocks
     assert both < blocks + (0 if function == "inplace" else size)
+
+
+def test_large_gradients_are_ordinary_tensors():
+    """Below and above the size from which large pages are asked for, at any alignment, in the logits' layout."""
+    for elements in (5, LARGE // 4 + 12_345):
+        like = torch.empty(2, elements).t()
+        gradient = empty_gradient(like)
+        assert (gradient.shape, gradient.stride(), gradient.dtype) == (like.shape, like.stride(), like.dtype)
+        gradient.fill_(2.0)
+        assert float(gradient.sum(dtype=torch.float64)) == 4.0 * elements
