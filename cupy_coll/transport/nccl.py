@@ -416,10 +416,10 @@ class NcclTransport:
                     f"{name}: group {self.ledger.group} has not been connected yet, and that cannot be captured in a "
                     "graph; call its warm_up() before, on all members"
                 )
-            if not capturing:
+            if not capturing:  # whose thread may not ask for events either
                 compare()
-            self.connect(name, index)
-            self.collect()
+                self.connect(name, index)
+                self.collect()
             stream = self._side if async_op and not capturing else current
             operation = NcclOperation(self, name, tensors, outputs, kind, peer, index, async_op)
             operation.waits_on_host = on_host

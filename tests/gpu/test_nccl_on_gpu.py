@@ -144,11 +144,11 @@ def test_cupy_streams(world):
         assert (result == 2.0 * (20 + turn)).all()
 
 
-@pytest.mark.parametrize("ending", ["", "os._exit(0)", "raise SystemExit(5)"])
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(5)"])
 def test_exit_without_destroy(tmp_path, ending):
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, torch, cupy_coll as cc\n"
+        "import torch, cupy_coll as cc\n"
         "cc.CommContext().init_distributed_env(timeout=60)\n"
         "cc.all_reduce(torch.ones(1 << 20, device='cuda'), 'GLOBAL', async_op=True)\n" + ending
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +110,8 @@ class FakeDevice:
         self._note("wait", stream, event.number)
 
     def has_passed(self, event: FakeEvent) -> bool:
+        if self.capturing and threading.current_thread() is threading.main_thread():
+            raise AssertionError("CUDA ends a capture when its thread asks for an event")
         if not event.passed:  # later, when nothing at all is on its stream
             event.passed = not self.standin.pending(event.stream)
         return event.passed

@@ -140,14 +140,16 @@ def test_cupy_runs_on_its_own_stream(fake, connected, expect):
 
 def test_capture(fake, connected, group_of, size, expect):
     """While a graph is captured everything is on the capturing stream, and nobody asks for events."""
+    cc.all_reduce(torch.ones(3), connected)  # in flight, as far as the transport knows
+    fake.take_log()
     fake.capturing = True
     work = cc.all_reduce(torch.ones(3), connected, async_op=True)
     cc.all_reduce(torch.ones(3), connected)
     work.wait()
     log = fake.take_log()
     expect([(what, stream) for what, stream, _ in log], [("on", TORCH_STREAM), ("nccl", TORCH_STREAM)] * 2)
-    expect(work.is_completed(), True)
     fake.capturing = False
+    expect(work.is_completed(), True)
     unconnected = cc.CommContext().init_group(list(range(size)), "UNCONNECTED")
     fake.capturing = True
     with pytest.raises(cc.TransportError, match=r"all_reduce.*captured in a graph.*warm_up"):
