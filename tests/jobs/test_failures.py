@@ -121,14 +121,14 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130)], ids=["INT"])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"])
 def test_a_signal_to_the_launcher(number: int, status: int, tmp_path: Path) -> None:
     """While all ranks wait in an operation; none of them lives on."""
     script = tmp_path / "script.py"
     script.write_text(
         HEAD.format(timeout=100)
         + """
-print("pid", os.getpid(), flush=True)
+print(f"pid {os.getpid()}\\n", end="", flush=True)  # in one write: the ranks' lines would mix
 cc.barrier()
 cc.recv(torch.ones(3), (rank + 1) % size, "GLOBAL")
 """
