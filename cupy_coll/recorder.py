@@ -19,6 +19,7 @@ from typing import Any
 __all__ = ["Recorder", "where_the_program_is"]
 
 LENGTH = 1000
+WALKS = 10  # over the main thread's frames
 PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
 # One operation: what a dump writes, in its order. A list, because its last field is filled in at the end.
@@ -137,9 +138,11 @@ def _main_frame() -> FrameType | None:
 
 def where_the_program_is() -> str:
     """``train.py:42 in step``: the innermost frame of the main thread that is not in this package."""
-    frame = _main_frame()
-    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
-        frame = frame.f_back
-    if frame is None:
-        return "an unknown place"
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+    # Another thread asks while the main thread runs on: where it returns from the frame in hand, the walk ends early.
+    for _ in range(WALKS):
+        frame = _main_frame()
+        while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+            frame = frame.f_back
+        if frame is not None:
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return "an unknown place"

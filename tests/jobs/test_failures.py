@@ -128,8 +128,8 @@ def test_a_signal_to_the_launcher(number: int, status: int, tmp_path: Path) -> N
     script.write_text(
         HEAD.format(timeout=100)
         + """
-print(f"pid {os.getpid()}\\n", end="", flush=True)  # in one write: the ranks' lines would mix
 cc.barrier()
+os.mkdir(f"pid {os.getpid()}")  # not printed: the ranks' lines may mix
 cc.recv(torch.ones(3), (rank + 1) % size, "GLOBAL")
 """
     )
@@ -146,19 +146,21 @@ cc.recv(torch.ones(3), (rank + 1) % size, "GLOBAL")
         stderr=subprocess.STDOUT,
         text=True,
         env=clean_environment(),
+        cwd=tmp_path,
         start_new_session=True,
         preexec_fn=signals_as_in_a_terminal,
     ) as process:
         pids: list[int] = []
         try:
-            assert process.stdout is not None
+            deadline = time.monotonic() + 40
             while len(pids) < 2:
-                line = process.stdout.readline()
-                assert line, f"the ranks did not start: {pids}"
-                pids += [int(pid) for pid in re.findall(r"pid (\d+)", line)]
+                assert process.poll() is None, process.communicate()[0]
+                assert time.monotonic() < deadline, f"the ranks did not start: {pids}"
+                time.sleep(0.02)
+                pids = [int(path.name.split()[1]) for path in tmp_path.glob("pid *")]
             time.sleep(0.3)
             process.send_signal(number)
-            output, _ = process.communicate(timeout=15)
+            output, _ = process.communicate(timeout=30)
             assert process.returncode == status, output
             deadline = time.monotonic() + 3
             while any(map(is_running, pids)) and time.monotonic() < deadline:
@@ -301,6 +303,22 @@ time.sleep(100)
     assert re.fullmatch(rf"  rank 3: has not come; {last}; it is at script\.py:\d+ in compute", stuck[2])
     assert text.count("stuck: ") == 1
     assert {event["pid"] for event in events if event["name"] == "broadcast"} == {0, 1, 2, 3}
+
+
+def test_a_rank_that_cannot_answer(run: Run) -> None:
+    """It is stopped; a process that is busy outside Python is silent alike. The report says what it does not know."""
+    result = run(
+        """
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+cc.all_reduce(ones(3), "GLOBAL")
+""",
+        n=2,
+        timeout=1,
+    )
+    assert result.status != 0, result.output
+    has(result, "CommTimeoutError: all_reduce (", "  unknown:\n    rank 1: does not answer within 2 s\n")
+    soon(result)
 
 
 def test_a_rank_that_does_not_call_destroy(run: Run) -> None:

@@ -170,3 +170,21 @@ def test_the_package_itself_is_left_out() -> None:
         places.append(namespace["call"](where_the_program_is))
     assert places[0].startswith("test_recorder.py:")
     assert places[1] == "train.py:1 in call"
+
+
+def test_a_walk_that_ends_early_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the main thread has returned from the frame at which another thread is looking."""
+
+    class Left:
+        """A frame of the package that the main thread has left: nothing stands behind it any more."""
+
+        f_back = None
+
+        class f_code:  # noqa: N801 - a frame's attribute
+            co_filename = cupy_coll.recorder.__file__
+
+    frames = [Left(), Left(), cupy_coll.recorder._main_frame()]
+    monkeypatch.setattr(cupy_coll.recorder, "_main_frame", lambda: frames.pop(0))
+    assert "test_recorder.py:" in where_the_program_is()
+    monkeypatch.setattr(cupy_coll.recorder, "_main_frame", Left)
+    assert where_the_program_is() == "an unknown place"
