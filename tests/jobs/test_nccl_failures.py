@@ -56,7 +56,7 @@ def test_destroy(nccl_job):
         context.init_distributed_env(timeout=15)
         cc.all_reduce(tensor, "GLOBAL")
         context.destroy()
-        print("right")
+        print("right\\n", end="")
     """)
     assert done.status == 0, done.output
     assert done.output.count("right") == 2
@@ -66,7 +66,7 @@ def test_forgotten_destroy(nccl_job):
     """The end of the program finishes what is in flight and gives up the communicators; nothing hangs."""
     done = nccl_job("""
         import atexit
-        atexit.register(lambda: print(tensor[0].item(), [call.name for call in standin.calls()][-1], flush=True))
+        atexit.register(lambda: print(f"{tensor[0].item()} {standin.calls()[-1].name}\\n", end="", flush=True))
         context.init_distributed_env(timeout=15)  # its own hook runs before the one above
         standin.asynchronous(True)
         tensor = torch.ones(1000)
@@ -176,7 +176,7 @@ def test_an_error_of_a_call(nccl_job):
                 cc.all_reduce(torch.ones(3), "GLOBAL")
             except cc.TransportError as again:
                 assert "failed earlier" in str(again), again
-                print("right", flush=True)
+                print("right\\n", end="", flush=True)
         time.sleep(1)
         raise SystemExit(3)
     """)
@@ -247,7 +247,7 @@ def test_check_mode(nccl_job):
         cc.all_reduce(tensor, "GLOBAL")
         assert tensor.eq(2).all()
         context.destroy()
-        print("right")
+        print("right\\n", end="")
     """)
     assert done.status == 0, done.output
     assert done.output.count("right") == 2
@@ -273,7 +273,7 @@ def test_flight_recorder(nccl_job, tmp_path):
         work.wait(timeout=10)
         assert last()["end"] > before["start"], last()
         context.destroy()
-        print("right")
+        print("right\\n", end="")
     """)
     assert done.status == 0, done.output
     assert done.output.count("right") == 2
@@ -287,7 +287,7 @@ def test_a_world_of_one(nccl_job):
         work = cc.all_reduce(tensor, "GLOBAL", async_op=True)
         work.wait()
         assert standin.data_calls() and tensor.tolist() == [0, 1, 2]
-        print("right")
+        print("right\\n", end="")
         """,
         n=1,
         how="plain",
