@@ -472,6 +472,8 @@ run_tests() {
     for ranks in 1 2 3 4; do
         job_command "$ranks" -m pytest tests/ranks "$@"
         part "on $ranks rank$( ((ranks == 1)) || echo s)" "${COMMAND[@]}"
+        job_command "$ranks" -m pytest tests/nccl "$@" # over a library that stands in for NCCL
+        part "NCCL's stand-in, on $ranks" "${COMMAND[@]}"
     done
     if ((!DRY_RUN)); then
         printf '\n'

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from cupy_coll import check
-from cupy_coll.errors import ArgumentError, TransportError
-from cupy_coll.transport.base import Channel, Engine, Transport
+from cupy_coll.device import Device, devices, owner_of
+from cupy_coll.errors import ArgumentError
+from cupy_coll.transport.base import Channel, Engine, Ledger, Transport
 from cupy_coll.transport.host import HostTransport
+from cupy_coll.transport.nccl import NcclTransport, has_binding
+from cupy_coll.transport.objects import all_gather_objects
 
 __all__ = ["Group"]
 
@@ -47,6 +50,8 @@ class Group:
             for one, kind in zip(comms, ("data", "control", "objects"), strict=True)
         )
         self._host = HostTransport(self._data)
+        self._nccl: NcclTransport | None = None
+        self._serial = serial
 
     def __repr__(self) -> str:
         return f"<Group {self.name}, rank {self.rank} of {self.size}{', closed' if self._closed else ''}>"
@@ -59,7 +64,7 @@ class Group:
     @property
     def sequence(self) -> int:
         """The number of collective operations on tensors that this rank has started in the group."""
-        return self._data.started
+        return self._data.started + (self._nccl.ledger.started if self._nccl else 0)
 
     @property
     def host(self) -> Transport:
@@ -70,25 +75,39 @@ class Group:
         """The transport that can reach the memory of ``tensor``.
 
         Raises:
-            DTypeError: the tensor is on a device that the group does not serve.
-            TransportError: the tensor is on a CUDA device, and there is no NCCL.
+            ArgumentError: the tensor is on a device that the group does not serve.
         """
-        if tensor.device.type == "cpu":
+        owner = owner_of(tensor)
+        if owner is None and tensor.device.type == "cpu":
             return self._host
-        if tensor.device.type == "cuda" and not self.host_only:
-            raise TransportError(
-                f"group {self.name}: the tensor is on {tensor.device}, and this version of cupy_coll has no NCCL "
-                "transport; move it with .cpu()"
+        if owner is None or self.host_only:
+            served = (
+                "CPU tensors (it was made with a host backend or use_cpu)" if self.host_only else "CPU and CUDA tensors"
             )
-        served = (
-            "CPU tensors (it was made with a host backend or use_cpu)" if self.host_only else "CPU and CUDA tensors"
-        )
-        raise ArgumentError(f"group {self.name}: the tensor is on {tensor.device}, expected {served}")
+            raise ArgumentError(f"group {self.name}: the tensor is on {tensor.device}, expected {served}")
+        return self._on(owner)
+
+    def _on(self, owner: Device) -> NcclTransport:
+        if self._nccl is None:
+            ledger = Ledger(self._engine, f"{self._serial}.nccl", self.ranks, self.rank, self.name)
+            self._nccl = NcclTransport(ledger, self.control, owner)
+        return self._nccl
 
     def warm_up(self) -> None:
-        """Make every connection of the group now instead of at its first operation; called by all members."""
-        check.open_group("warm_up", self)
+        """Make every connection of the group now instead of at its first operation; called by all members.
+
+        NCCL's is made on each member's current GPU (``torch.cuda.set_device``), where every member has a GPU and NCCL.
+
+        Raises:
+            TransportError: on every member, where NCCL cannot be used as the members are placed.
+        """
+        function = "warm_up"
+        check.open_group(function, self)
         self._host.barrier()
+        owner = None if self.host_only else next((device for device in devices() if device.count()), None)
+        usable = owner is not None and has_binding()
+        if all(all_gather_objects(self.control, function, "devices", usable)) and owner is not None:
+            self._on(owner).connect(function, owner.current())
 
     def close(self) -> None:
         """Finish what is in flight and free the group's communicators; called by all members.
@@ -98,6 +117,8 @@ class Group:
         """
         if self._closed:
             return
+        if self._nccl is not None:
+            self._nccl.drain()
         self._host.barrier()
         self.release(free=True)
 
@@ -106,5 +127,7 @@ class Group:
         if self._closed:
             return
         self._closed = True
+        if self._nccl is not None:
+            self._nccl.close(destroy=free)
         for channel in (self._data, self.control, self.objects):
             channel.close(free)

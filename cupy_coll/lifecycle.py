@@ -46,6 +46,7 @@ PATIENCE = 200e-6  # seconds of waiting after which the loop sleeps between its 
 NAP = 100e-6  # seconds at most, and at most an eighth of the time waited
 WATCH = 0.1  # seconds between two looks of the watchdog
 ANSWER = 2.0  # seconds that others have to say what they are doing
+ABORTING = 2.0  # seconds that communicators on GPUs have to abort
 LAST_WORDS = 0.5  # seconds in which the others write what they know before the job is ended
 TRACE_VARIABLE = "CUPY_COLL_TRACE_DIR"
 
@@ -81,6 +82,19 @@ class Countable(Protocol):
 
     def started_in_all(self) -> dict[str, Any]:
         """How many operations of each kind have been started, point-to-point ones by rank."""
+
+
+class Watched(Protocol):
+    """What runs by itself, on a GPU, and the watchdog looks after."""
+
+    def poll(self) -> None:
+        """Look for what has ended, failed or taken too long; called by the watchdog, raises nothing."""
+
+    def drain(self) -> None:
+        """Wait for everything in flight."""
+
+    def abort(self) -> None:
+        """Give up what is in flight; may not come back."""
 
 
 class Notice:
@@ -132,6 +146,8 @@ class Lifecycle:
         self._said = False
         self.abandoned: list[Waitable] = []  # operations that failed, whose memory MPI may still use
         self._channels: list[Countable] = []
+        self._watched: list[Watched] = []
+        self._asking = threading.Lock()  # one question to the others at a time
         self._expired: set[Hashable] = set()
         self._answers: dict[int, tuple[Notice, str]] = {}
         self._ending: dict[int, str] = {}  # who is about to end the whole job, and how
@@ -160,10 +176,27 @@ class Lifecycle:
         """Remove a channel that is closed."""
         self._channels.remove(channel)
 
+    def watch(self, one: Watched) -> None:
+        """From now on the watchdog polls it, and the end of this process waits for it."""
+        with self.lock:
+            self._watched.append(one)
+            if self.active and not self._watchdog.is_alive():  # a world of one has nobody to answer
+                self._watchdog.start()
+
+    def unwatch(self, one: Watched) -> None:
+        """Look after it no more."""
+        with self.lock:
+            if one in self._watched:
+                self._watched.remove(one)
+
+    def require_own_process(self, what: str) -> None:
+        """Refuse to communicate in a forked child."""
+        if os.getpid() != self._pid:
+            raise TransportError(f"{what}: MPI belongs to the process that this one was forked from")
+
     def start(self, operation: Waitable) -> None:
         """Begin an operation; it stays in flight until it ends, whether anybody waits for it or not."""
-        if os.getpid() != self._pid:
-            raise TransportError(f"{operation.describe()}: MPI belongs to the process that this one was forked from")
+        self.require_own_process(operation.describe())
         with self.lock:
             if not operation.advance():
                 self.in_flight.append(operation)
@@ -190,18 +223,18 @@ class Lifecycle:
             self.progress()
         limit = self.timeout if timeout is None else timeout
 
-        def given_up() -> bool:
-            return operation.identity in self._expired
-
         try:
-            if self.wait_until(lambda: operation.done, operation.missing, operation.describe, limit, given_up):
+            given_up = self.given_up
+            if self.wait_until(
+                lambda: operation.done, operation.missing, operation.describe, limit, lambda: given_up(operation)
+            ):
                 return
         except PeerError as error:
             self._give_up(operation, error)
             raise
         if timeout is not None:
             raise CommTimeoutError(f"{operation.describe()}: not ended after {limit:g} s; it goes on")
-        timed_out = CommTimeoutError(self._report(operation, limit))
+        timed_out = self.timed_out(operation, limit)
         self._give_up(operation, timed_out)
         self.dump_if_wanted("timeout")
         raise timed_out
@@ -211,6 +244,8 @@ class Lifecycle:
         while self.in_flight:
             self.wait(self.in_flight[0])
             self.progress()
+        for one in list(self._watched):
+            one.drain()
 
     def wait_until(
         self,
@@ -249,13 +284,33 @@ class Lifecycle:
             if done():
                 return True
             if gone:
-                reasons = ", ".join(f"rank {rank} {self.departed[rank].reason}" for rank in gone)
-                raise PeerError(f"{describe()}: {reasons}", tuple(gone))
+                raise self._left(describe(), gone)
             if waited > limit or given_up():
                 return False
             if waited > PATIENCE:
                 time.sleep(min(NAP, waited / 8))
         return True
+
+    def given_up(self, operation: Waitable) -> bool:
+        """Whether another process' time for it is over."""
+        return operation.identity in self._expired
+
+    def trouble(self, operation: Waitable, since: float) -> CupyCollError | None:
+        """Why an operation that runs by itself will not end: a member has left without it, or its time is over.
+
+        Args:
+            since: when it began, by ``time.monotonic``.
+        """
+        gone = operation.missing(self.departed)
+        if gone:
+            return self._left(operation.describe(), gone)
+        if time.monotonic() - since > self.timeout or self.given_up(operation):
+            return self.timed_out(operation, self.timeout)
+        return None
+
+    def _left(self, what: str, gone: Sequence[int]) -> PeerError:
+        reasons = ", ".join(f"rank {rank} {self.departed[rank].reason}" for rank in gone)
+        return PeerError(f"{what}: {reasons}", tuple(gone))
 
     def deliver(self) -> None:
         """Take in the messages that have come."""
@@ -273,6 +328,8 @@ class Lifecycle:
         # While the program computes or sleeps it is this thread that answers the others.
         while not self._stop.wait(WATCH):
             self.deliver()
+            for one in list(self._watched):
+                one.poll()
 
     # ------------------------------------------------------------------ what the others are doing
 
@@ -285,17 +342,19 @@ class Lifecycle:
         Returns:
             For each rank that answers its counts and its last operation in words; also for this one.
         """
-        with self.lock:
-            self._answers = {}
-            self.mailbox.post("query", expired, ranks)
-        begin = time.monotonic()
-        others = set(ranks) - {self.mailbox.rank} - set(self.departed)
-        while not others <= self._answers.keys() | self._ending.keys() and time.monotonic() - begin < ANSWER:
-            self.deliver()
-            time.sleep(NAP)
-        answers = dict(self._answers)
-        if self.mailbox.rank in ranks:
-            answers[self.mailbox.rank] = Notice(False, "", self._started_with(self.mailbox.rank)), self.recorder.last()
+        with self._asking:
+            with self.lock:
+                self._answers = {}
+                self.mailbox.post("query", expired, ranks)
+            begin = time.monotonic()
+            others = set(ranks) - {self.mailbox.rank} - set(self.departed)
+            while not others <= self._answers.keys() | self._ending.keys() and time.monotonic() - begin < ANSWER:
+                self.deliver()
+                time.sleep(NAP)
+            answers = dict(self._answers)
+            own = self.mailbox.rank
+            if own in ranks:
+                answers[own] = Notice(False, "", self._started_with(own)), self.recorder.last()
         return answers
 
     def states_in_words(self, ranks: Sequence[int], states: dict[int, tuple[Notice, str]]) -> str:
@@ -311,7 +370,8 @@ class Lifecycle:
             return self._ending[rank]
         return f"does not answer within {ANSWER:g} s"
 
-    def _report(self, operation: Waitable, limit: float) -> str:
+    def timed_out(self, operation: Waitable, limit: float) -> CommTimeoutError:
+        """The report on an operation that has not ended after ``limit`` seconds: who has arrived and who has not."""
         states = self.states(operation.ranks, operation.identity)
         counts = {rank: notice for rank, (notice, _) in states.items()} | self.departed
         absent = operation.missing(counts)
@@ -323,7 +383,7 @@ class Lifecycle:
         for title, ranks in (("arrived", arrived), ("not arrived", absent), ("unknown", silent)):
             if ranks:
                 report += f"\n  {title}:{self.states_in_words(ranks, states)}"
-        return report
+        return CommTimeoutError(report)
 
     def _started_with(self, rank: int) -> dict[str, dict[str, int]]:
         return {channel.key: channel.started_with(rank) for channel in self._channels if rank in channel.ranks}
@@ -420,6 +480,7 @@ class Lifecycle:
             with self.lock:
                 self.mailbox.post("ending", f"ends the job with status {_exit_status}", range(self.mailbox.size))
             self._announce_abort(f"exit status {_exit_status}")
+            self._abort_watched()
             self._end()
             return
         if self.failure is None:
@@ -431,6 +492,7 @@ class Lifecycle:
         if self.failure is not None:
             print(f"cupy_coll: rank {self.mailbox.rank}: {self.failure}", file=sys.stderr)
             self.abort(1, _in_one_line(self.failure))
+        self._abort_watched()  # before MPI ends: the members that still run must not wait for this one
         self._end()
 
     def alive(self) -> bool:
@@ -444,6 +506,28 @@ class Lifecycle:
         self._announce_abort(reason)
         if self.mailbox.size > 1:  # else the interpreter ends with a status of its own
             self.mailbox.comm.Abort(status)
+
+    def end_job(self, error: Exception) -> None:
+        """End the job for ``error``, from whatever thread: the program's own may be stuck on a GPU."""
+        self.failure = self.failure or error
+        print(
+            f"cupy_coll: rank {self.mailbox.rank} ends the job: {type(error).__name__}: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
+        time.sleep(LAST_WORDS)  # the others see the same, and each writes its own report
+        self._abort_watched()
+        self.abort(1, _in_one_line(error))
+        self.mailbox.comm.Abort(1)  # also where this process is alone
+
+    def _abort_watched(self) -> None:
+        """From threads, for a communicator may not come back."""
+        threads = [threading.Thread(target=one.abort, daemon=True) for one in list(self._watched)]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + ABORTING
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _announce_abort(self, reason: str) -> None:
         if self.dump_if_wanted(f"this rank ends the job: {reason}") and self.mailbox.size > 1:

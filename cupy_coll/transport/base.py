@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -15,7 +15,7 @@ from cupy_coll.dtypes import Reduction, reduction_name
 from cupy_coll.errors import CupyCollError, MismatchError, PeerError, TransportError
 from cupy_coll.recorder import Recorder
 
-__all__ = ["Channel", "Engine", "Operation", "Steps", "Transport", "Work"]
+__all__ = ["Channel", "Communication", "Engine", "Kind", "Ledger", "Operation", "Steps", "Transport", "Work"]
 
 # Yields MPI requests, is sent their statuses when all have completed, and returns when the operation is done.
 Steps = Generator[list[Any], list[Any], None]
@@ -23,18 +23,38 @@ Kind = Literal["collective", "send", "recv"]
 
 
 class Engine(Protocol):
-    """What a channel needs of the process' lifecycle."""
+    """What transports need of the process' lifecycle."""
 
+    timeout: float
     failure: Exception | None
     recorder: Recorder
     check: CheckMode | None
     abandoned: list[Any]
+    departed: dict[int, Any]
 
     def start(self, operation: Any) -> None: ...
     def progress(self) -> None: ...
     def wait(self, operation: Any, timeout: float | None = None) -> None: ...
-    def register(self, channel: Channel) -> None: ...
-    def unregister(self, channel: Channel) -> None: ...
+    def register(self, channel: Any) -> None: ...
+    def unregister(self, channel: Any) -> None: ...
+    def watch(self, one: Any) -> None: ...
+    def unwatch(self, one: Any) -> None: ...
+    def require_own_process(self, what: str) -> None: ...
+    def wait_until(
+        self,
+        done: Callable[[], bool],
+        missing: Callable[[dict[int, Any]], list[int]],
+        describe: Callable[[], str],
+        limit: float,
+        given_up: Callable[[], bool] = ...,
+    ) -> bool: ...
+    def given_up(self, operation: Any) -> bool: ...
+    def trouble(self, operation: Any, since: float) -> CupyCollError | None: ...
+    def timed_out(self, operation: Any, limit: float) -> Exception: ...
+    def states(self, ranks: Sequence[int]) -> dict[int, Any]: ...
+    def states_in_words(self, ranks: Sequence[int], states: dict[int, Any]) -> str: ...
+    def end_job(self, error: Exception) -> None: ...
+    def deliver(self) -> None: ...
 
 
 class Transport(Protocol):
@@ -75,69 +95,47 @@ class Transport(Protocol):
     def barrier(self, *, async_op: bool = False) -> Work | None: ...
 
 
-class Channel:
-    """One MPI communicator and what is in flight on it.
-
-    Collectives run one after another in the order in which they were called: an operation of several messages must
-    not let a later one overtake it on some of the ranks. Point-to-point operations run at once.
+class Ledger:
+    """What this rank has started with the members of a group over one transport, numbered alike on all members.
 
     Args:
-        comm: a communicator that nobody else uses; freed by :meth:`close`.
         engine: the process' lifecycle.
-        key: names the channel, the same on all members.
+        key: names the ledger, the same on all members.
         ranks: the global rank of each member.
+        rank: this process' index among them.
         group: the group's name, for messages.
     """
 
-    def __init__(self, comm: Any, engine: Engine, key: str, ranks: tuple[int, ...], group: str) -> None:
-        self.comm = comm
-        self.rank: int = comm.rank
+    def __init__(self, engine: Engine, key: str, ranks: tuple[int, ...], rank: int, group: str) -> None:
         self.engine = engine
         self.key = key
         self.ranks = ranks
+        self.rank = rank
         self.group = group
-        self.queue: deque[Operation] = deque()
         self.started = 0
         self.sends = [0] * len(ranks)
         self.recvs = [0] * len(ranks)
         self.error: Exception | None = None
         engine.register(self)
 
-    def submit(
-        self,
-        name: str,
-        steps: Steps,
-        tensors: Sequence[torch.Tensor] = (),
-        outputs: Sequence[torch.Tensor] = (),
-        kind: Kind = "collective",
-        peer: int = -1,
-    ) -> Operation:
-        """Start an operation.
+    def require_sound(self, name: str) -> None:
+        """Refuse to go on after an operation has failed."""
+        if self.error is None:
+            return
+        message = f"{name}: group {self.group} failed earlier and cannot be used any more: {self.error}"
+        if isinstance(self.error, PeerError):
+            raise PeerError(message, self.error.ranks) from self.error
+        kind_of_error = type(self.error) if isinstance(self.error, CupyCollError) else TransportError
+        raise kind_of_error(message) from self.error
 
-        Args:
-            name: the operation's, for messages.
-            steps: what it does.
-            tensors: what it was called with, for messages.
-            outputs: what ``Work.result()`` gives.
-            kind, peer: for point-to-point operations the other member's index.
-        """
-        if self.error is not None:
-            steps.close()
-            message = f"{name}: group {self.group} failed earlier and cannot be used any more: {self.error}"
-            if isinstance(self.error, PeerError):
-                raise PeerError(message, self.error.ranks) from self.error
-            kind_of_error = type(self.error) if isinstance(self.error, CupyCollError) else TransportError
-            raise kind_of_error(message) from self.error
+    def next_number(self, kind: Kind, peer: int) -> int:
+        """Count an operation that starts now."""
         if kind == "collective":
             number, self.started = self.started, self.started + 1
         else:
             counts = self.sends if kind == "send" else self.recvs
             number, counts[peer] = counts[peer], counts[peer] + 1
-        operation = Operation(self, name, steps, number, tensors, outputs, kind, peer)
-        if kind == "collective":
-            self.queue.append(operation)
-        self.engine.start(operation)
-        return operation
+        return number
 
     def compare(
         self,
@@ -162,19 +160,6 @@ class Channel:
             text = in_words(name, tensor, reduction, None if root is None else self.ranks[root])
             self.engine.check.compare(self.key, self.group, self.ranks, text, sends, receives)
 
-    def run(self, name: str, steps: Steps, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Start an operation, wait for its end and raise its error."""
-        operation = self.submit(name, steps, tensors)
-        self.engine.wait(operation)
-        if operation.error is not None:
-            raise operation.error
-
-    def close(self, free: bool) -> None:
-        """Forget the channel; ``free`` its communicator where all members do."""
-        self.engine.unregister(self)
-        if free:
-            self.comm.Free()
-
     def started_with(self, rank: int) -> dict[str, int]:
         """How many operations of each kind have been started here that concern the global rank ``rank``."""
         if rank not in self.ranks:
@@ -192,53 +177,160 @@ class Channel:
         return counts
 
 
-class Operation:
-    """One communication in flight; holds its tensors until it has ended."""
+class Channel(Ledger):
+    """One MPI communicator and what is in flight on it.
 
-    __slots__ = (
-        "channel", "done", "entry", "error", "kind", "name", "number", "outputs", "peer", "requests", "statuses",
-        "steps", "tensors",
-    )  # fmt: skip
+    Collectives run one after another in the order in which they were called: an operation of several messages must
+    not let a later one overtake it on some of the ranks. Point-to-point operations run at once.
+
+    Args:
+        comm: a communicator that nobody else uses; freed by :meth:`close`.
+        engine, key, ranks, group: as of :class:`Ledger`.
+    """
+
+    def __init__(self, comm: Any, engine: Engine, key: str, ranks: tuple[int, ...], group: str) -> None:
+        self.comm = comm
+        self.queue: deque[Operation] = deque()
+        super().__init__(engine, key, ranks, comm.rank, group)
+
+    def submit(
+        self,
+        name: str,
+        steps: Steps,
+        tensors: Sequence[torch.Tensor] = (),
+        outputs: Sequence[torch.Tensor] = (),
+        kind: Kind = "collective",
+        peer: int = -1,
+    ) -> Operation:
+        """Start an operation.
+
+        Args:
+            name: the operation's, for messages.
+            steps: what it does.
+            tensors: what it was called with, for messages.
+            outputs: what ``Work.result()`` gives.
+            kind, peer: for point-to-point operations the other member's index.
+        """
+        try:
+            self.require_sound(name)
+        except CupyCollError:
+            steps.close()
+            raise
+        operation = Operation(self, name, steps, tensors, outputs, kind, peer)
+        if kind == "collective":
+            self.queue.append(operation)
+        self.engine.start(operation)
+        return operation
+
+    def run(self, name: str, steps: Steps, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Start an operation, wait for its end and raise its error."""
+        self.submit(name, steps, tensors).wait()
+
+    def close(self, free: bool) -> None:
+        """Forget the channel; ``free`` its communicator where all members do."""
+        self.engine.unregister(self)
+        if free:
+            self.comm.Free()
+
+
+class Communication:
+    """One operation of any transport, as far as messages, counts and the flight recorder know it.
+
+    Args:
+        ledger: counts it.
+        name: the operation's, for messages.
+        tensors: what it was called with, or what has their shape and dtype; held.
+        outputs: what ``Work.result()`` gives.
+        kind, peer: for point-to-point operations the other member's index.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        name: str,
+        tensors: Sequence[Any],
+        outputs: Sequence[torch.Tensor],
+        kind: Kind,
+        peer: int,
+    ) -> None:
+        self.ledger = ledger
+        self.name = name
+        self.number = ledger.next_number(kind, peer)
+        self.tensors = tensors
+        self.outputs = outputs
+        self.kind = kind
+        self.peer = peer
+        self.error: Exception | None = None
+        self.done = False
+        rank = None if kind == "collective" else ledger.ranks[peer]
+        self.entry = ledger.engine.recorder.begin(ledger.key, ledger.group, kind, self.number, rank, name, tensors)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks that take part."""
+        ranks = self.ledger.ranks
+        return ranks if self.kind == "collective" else (ranks[self.ledger.rank], ranks[self.peer])
+
+    @property
+    def source_rank(self) -> int:
+        """The global rank that a message comes from; -1 where it is no receive."""
+        return self.ledger.ranks[self.peer] if self.kind == "recv" else -1
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """The same on all ranks that take part."""
+        if self.kind == "collective":
+            return self.ledger.key, self.number
+        source, target = (self.ledger.rank, self.peer) if self.kind == "send" else (self.peer, self.ledger.rank)
+        return self.ledger.key, self.number, source, target
+
+    def missing(self, departed: dict[int, Any]) -> list[int]:
+        """The global ranks among ``departed`` that have not started their part of this operation."""
+        ranks = self.ledger.ranks
+        if self.kind == "collective":
+            others, theirs = ranks, "collective"
+        else:
+            others, theirs = (ranks[self.peer],), "recv" if self.kind == "send" else "send"
+        return [r for r in others if r in departed and departed[r].count(self.ledger.key, theirs) <= self.number]
+
+    def describe(self) -> str:
+        """The operation in words."""
+        shapes = ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in self.tensors[:2])
+        where = f"group {self.ledger.group}, operation {self.number}"
+        if self.kind != "collective":
+            where += f", {'to' if self.kind == 'send' else 'from'} rank {self.ledger.ranks[self.peer]}"
+        return f"{self.name} ({where}{', ' + shapes if shapes else ''})"
+
+
+class Operation(Communication):
+    """One communication over MPI in flight; holds its tensors until it has ended."""
 
     def __init__(
         self,
         channel: Channel,
         name: str,
         steps: Steps,
-        number: int,
         tensors: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         kind: Kind,
         peer: int,
     ) -> None:
+        super().__init__(channel, name, tensors, outputs, kind, peer)
         self.channel = channel
-        self.name = name
         self.steps = steps
-        self.number = number
-        self.tensors = tensors
-        self.outputs = outputs
-        self.kind = kind
-        self.peer = peer
         self.requests: list[Any] | None = None
         self.statuses: list[Any] | None = None
-        self.error: Exception | None = None
-        self.done = False
-        rank = None if kind == "collective" else channel.ranks[peer]
-        self.entry = channel.engine.recorder.begin(channel.key, channel.group, kind, number, rank, name, tensors)
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The global ranks that take part."""
-        ranks = self.channel.ranks
-        return ranks if self.kind == "collective" else (ranks[self.channel.rank], ranks[self.peer])
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when it has ended; raise its error."""
+        self.channel.engine.wait(self, timeout)
+        if self.error is not None:
+            raise self.error
 
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        """The same on all ranks that take part."""
-        if self.kind == "collective":
-            return self.channel.key, self.number
-        source, target = (self.channel.rank, self.peer) if self.kind == "send" else (self.peer, self.channel.rank)
-        return self.channel.key, self.number, source, target
+    def test(self) -> bool:
+        """Whether it has ended; take the steps that are possible now."""
+        self.channel.engine.progress()
+        return self.done
 
     def advance(self) -> bool:
         """Take the steps that are possible now; tell whether the operation has ended."""
@@ -275,23 +367,6 @@ class Operation:
         code, text = error.Get_error_code(), error.Get_error_string()
         return TransportError(f"{self.describe()}: MPI failed: {text} (code {code})", code, text)
 
-    def missing(self, departed: dict[int, Any]) -> list[int]:
-        """The global ranks among ``departed`` that have not started their part of this operation."""
-        ranks = self.channel.ranks
-        if self.kind == "collective":
-            others, theirs = ranks, "collective"
-        else:
-            others, theirs = (ranks[self.peer],), "recv" if self.kind == "send" else "send"
-        return [r for r in others if r in departed and departed[r].count(self.channel.key, theirs) <= self.number]
-
-    def describe(self) -> str:
-        """The operation in words."""
-        shapes = ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in self.tensors[:2])
-        where = f"group {self.channel.group}, operation {self.number}"
-        if self.kind != "collective":
-            where += f", {'to' if self.kind == 'send' else 'from'} rank {self.channel.ranks[self.peer]}"
-        return f"{self.name} ({where}{', ' + shapes if shapes else ''})"
-
     def fail(self, error: Exception) -> None:
         """End without success; the channel is out of step with its other members from now on."""
         self._end(error)
@@ -319,18 +394,33 @@ class Operation:
                 operation.steps.close()
 
 
+class Awaitable(Protocol):
+    """What a Work asks of its operation."""
+
+    done: bool
+    error: Exception | None
+    outputs: Sequence[torch.Tensor]
+
+    @property
+    def source_rank(self) -> int: ...
+    def wait(self, timeout: float | None = None) -> None: ...
+    def test(self) -> bool: ...
+
+
 class Work(torch.distributed.Work):
     """The handle of an operation that was started with ``async_op=True``.
 
     It keeps the operation's tensors alive, and may be dropped: the operation ends anyhow.
     """
 
-    def __init__(self, operation: Operation) -> None:
+    def __init__(self, operation: Awaitable) -> None:
         super().__init__()
         self._operation = operation
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Return True when the operation has ended.
+
+        On a GPU this makes the current stream wait, and not the host, unless there is a ``timeout``.
 
         Args:
             timeout: seconds (or a timedelta) for this call; when they have passed the operation goes on, and can be
@@ -342,15 +432,12 @@ class Work(torch.distributed.Work):
             TransportError, MismatchError: the operation failed.
         """
         limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        self._operation.channel.engine.wait(self._operation, limit or None)
-        if self._operation.error is not None:
-            raise self._operation.error
+        self._operation.wait(limit or None)
         return True
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended; takes the steps that are possible now."""
-        self._operation.channel.engine.progress()
-        return self._operation.done
+        """Whether the operation has ended; takes the steps that are possible now, and does not wait."""
+        return self._operation.test()
 
     def is_success(self) -> bool:
         """Whether the operation has ended without an error."""
@@ -367,7 +454,8 @@ class Work(torch.distributed.Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Wait, and return a completed future of :meth:`result`."""
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        devices: list[Any] = list({tensor.device for tensor in self._operation.outputs if tensor.is_cuda})
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
         try:
             future.set_result(self.result())
         except CupyCollError as error:
@@ -375,5 +463,4 @@ class Work(torch.distributed.Work):
         return future
 
     def _source_rank(self) -> int:
-        operation = self._operation
-        return operation.channel.ranks[operation.peer] if operation.kind == "recv" else -1
+        return self._operation.source_rank

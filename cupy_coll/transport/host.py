@@ -16,6 +16,7 @@ from cupy_coll.bootstrap import mpi
 from cupy_coll.dtypes import Reduction, name_of
 from cupy_coll.errors import MismatchError
 from cupy_coll.transport.base import Channel, Kind, Steps, Work
+from cupy_coll.transport.memory import Target, apart, flat_of
 from cupy_coll.transport.reduction import reduce_in_rank_order
 
 __all__ = ["HostTransport", "span"]
@@ -37,37 +38,6 @@ def _ranges(nbytes: int, largest: int = LARGEST) -> list[tuple[int, int]]:
     return [(begin, min(begin + largest, nbytes)) for begin in range(0, nbytes, largest)]
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in row-major order, in one dimension; the tensor's own memory where it is contiguous."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-
-
-def _apart(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The source, or a copy where it shares memory with a target: it is read while they are written."""
-    begin, end = source.data_ptr(), source.data_ptr() + source.nbytes
-    shared = any(target.data_ptr() < end and begin < target.data_ptr() + target.nbytes for target in targets)
-    return source.clone() if shared else source
-
-
-class _Target:
-    """A tensor that an operation writes: ``flat`` is its own memory, or a copy that :meth:`store` writes back."""
-
-    def __init__(self, tensor: torch.Tensor, load: bool = False) -> None:
-        self.tensor = tensor.detach()
-        self.direct = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        if self.direct or load:
-            self.flat = _flat(tensor)
-        else:
-            self.flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
-
-    def store(self) -> None:
-        if not self.direct:
-            with torch.no_grad():
-                self.tensor.copy_(self.flat.view(self.tensor.shape))
-        elif not self.tensor.is_inference():
-            torch.autograd.graph.increment_version(self.tensor)
-
-
 class HostTransport:
     """The communications of one group on CPU tensors (see ``base.Transport``).
 
@@ -85,7 +55,7 @@ class HostTransport:
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, *, async_op: bool = False) -> Work | None:
         self.channel.compare("all_reduce", tensor, op)
-        steps = self._all_reduce(_Target(tensor, load=True), op)
+        steps = self._all_reduce(Target(tensor, load=True), op)
         return self._submit("all_reduce", steps, [tensor], [tensor], async_op)
 
     def reduce(self, tensor: torch.Tensor, dst: int, op: Reduction, *, async_op: bool = False) -> Work | None:
@@ -173,15 +143,15 @@ class HostTransport:
         yield [self.comm.Ibarrier()]
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> Steps:
-        target = _Target(tensor, load=self.rank == src)
+        target = Target(tensor, load=self.rank == src)
         for begin, end in _ranges(target.flat.nbytes):
             yield [self.comm.Ibcast(span(target.flat, begin, end), root=src)]
         if self.rank != src:
             target.store()
 
     def _all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Steps:
-        target = _Target(output)
-        own = _apart(_flat(source), [target.flat])
+        target = Target(output)
+        own = apart(flat_of(source), [target.flat])
         if target.flat.nbytes <= LARGEST:
             yield [self.comm.Iallgather(span(own), span(target.flat))]
         else:
@@ -192,7 +162,7 @@ class HostTransport:
                     yield [self.comm.Ibcast(span(rows[index], begin, end), root=index)]
         target.store()
 
-    def _all_reduce(self, target: _Target, op: Reduction) -> Steps:
+    def _all_reduce(self, target: Target, op: Reduction) -> Steps:
         flat = target.flat
         if flat.nbytes * self.size <= SMALL:
             parts = torch.empty((self.size, flat.numel()), dtype=flat.dtype)
@@ -210,8 +180,8 @@ class HostTransport:
 
     def _reduce(self, tensor: torch.Tensor, dst: int, op: Reduction) -> Steps:
         root = self.rank == dst
-        own = _flat(tensor)
-        target = _Target(tensor) if root else None
+        own = flat_of(tensor)
+        target = Target(tensor) if root else None
         for begin in range(0, own.numel(), step := max(1, PIECE // own.itemsize)):
             shares = self._shares(own[begin : begin + step])
             mine = torch.empty_like(shares[self.rank])
@@ -225,8 +195,8 @@ class HostTransport:
             target.store()
 
     def _reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, op: Reduction) -> Steps:
-        target = _Target(output)
-        rows = _apart(_flat(source), [target.flat]).view(self.size, -1)
+        target = Target(output)
+        rows = apart(flat_of(source), [target.flat]).view(self.size, -1)
         for begin in range(0, target.flat.numel(), step := max(1, PIECE // (output.itemsize * self.size))):
             mine = target.flat[begin : begin + step]
             yield from self._reduce_share([row[begin : begin + step] for row in rows.unbind()], op, mine)
@@ -240,9 +210,9 @@ class HostTransport:
 
     def _exchange(self, outputs: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor | None]) -> Steps:
         """Send ``inputs[i]`` to member i and receive ``outputs[i]`` from it; None: nothing goes that way."""
-        targets = [None if output is None else _Target(output) for output in outputs]
+        targets = [None if output is None else Target(output) for output in outputs]
         written = [target.flat for target in targets if target is not None]
-        sources = [None if source is None else _apart(_flat(source), written) for source in inputs]
+        sources = [None if source is None else apart(flat_of(source), written) for source in inputs]
         requests, expected = [], []
         for shift in range(1, self.size):
             source, target = (self.rank - shift) % self.size, targets[(self.rank - shift) % self.size]
@@ -266,11 +236,11 @@ class HostTransport:
                 target.store()
 
     def _send(self, tensor: torch.Tensor, dst: int) -> Steps:
-        flat = _flat(tensor)
+        flat = flat_of(tensor)
         yield [self.comm.Isend(span(flat, *r), dst, PEER_TAG) for r in _ranges(flat.nbytes) or [(0, 0)]]
 
     def _recv(self, tensor: torch.Tensor, src: int) -> Steps:
-        target = _Target(tensor)
+        target = Target(tensor)
         ranges = _ranges(target.flat.nbytes) or [(0, 0)]
         statuses = yield [self.comm.Irecv(span(target.flat, *r), src, PEER_TAG) for r in ranges]
         for (begin, end), status in zip(ranges, statuses, strict=True):

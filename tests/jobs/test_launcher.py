@@ -234,14 +234,16 @@ def test_dry_run(tmp_path: Path) -> None:
 
 
 def test_dry_run_of_the_tests() -> None:
-    """One part in one process and one on each number of ranks; pytest's own arguments reach all of them."""
+    """One part in one process and two on each number of ranks; pytest's own arguments reach all of them."""
     result = launch("--dry-run", "--test", "--slow", "-k", "a or b")
     assert result.status == 0, result.output
     commands = [shlex.split(line) for line in result.output.splitlines()]
     tail = ["--slow", "-k", "a or b"]
     assert commands[0][1:] == ["-m", "pytest", "tests/unit", "tests/jobs", *tail]
-    assert [command[command.index("-n") + 1] for command in commands[1:]] == ["1", "2", "3", "4"]
-    assert all(command[-6:] == ["-m", "pytest", "tests/ranks", *tail] for command in commands[1:])
+    assert [command[command.index("-n") + 1] for command in commands[1:]] == list("11223344")
+    assert [command[-6:] for command in commands[1:]] == [
+        ["-m", "pytest", tests, *tail] for _ in range(4) for tests in ("tests/ranks", "tests/nccl")
+    ]
 
 
 def test_help() -> None:
@@ -602,30 +604,26 @@ exit "$how"
 
 def outcomes(result: Finished) -> list[str]:
     """What the closing lines say of the parts and of the whole."""
-    return [line.split(" s  ")[1] for line in result.output.splitlines()[-6:]]
+    return [line.split(" s  ")[1] for line in result.output.splitlines()[-10:]]
 
 
 def test_every_part_runs(suite: Clone) -> None:
     """Also after one that failed, or did not end within its limit; the status tells."""
-    assert outcomes(suite.launch("--test")) == ["passed"] * 6
+    assert outcomes(suite.launch("--test")) == ["passed"] * 10
     result = suite.launch("--test", ALONE="1", ON_2="hang", ON_3="9")
     assert result.status == 1
-    alone, one, two, three, four, total = outcomes(result)
-    assert (alone, one, three, four, total) == (
-        "failed with status 1",
-        "passed",
-        "failed with status 9",
-        "passed",
-        "failed",
-    )
-    assert two.startswith("ended after ")
+    alone, *parts, total = outcomes(result)
+    assert (alone, total) == ("failed with status 1", "failed")
+    assert parts[:2] + parts[6:] == ["passed"] * 4
+    assert all(part.startswith("ended after ") for part in parts[2:4])
+    assert parts[4:6] == ["failed with status 9"] * 2
 
 
 def test_part_without_tests(suite: Clone) -> None:
     """No test in a part is a failure, unless the user chose the tests."""
     assert suite.launch("--test", ON_4="5").status == 1
     result = suite.launch("--test", "-k", "something", ON_4="5")
-    assert (result.status, outcomes(result)) == (0, ["passed"] * 6)
+    assert (result.status, outcomes(result)) == (0, ["passed"] * 10)
 
 
 def test_files_of_killed_jobs_are_removed(hello: str) -> None:
