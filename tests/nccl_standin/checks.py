@@ -635,8 +635,8 @@ def ranks_that_disagree_on_initialisation() -> None:
     identity = WORLD.bcast(nccl.get_unique_id() if RANK == 0 else None)
     status = 0
     with planted(TIMEOUT=SOON):
-        # The last rank counts one rank more. Which of them notices first is open, and for one that comes when the others
-        # have given up the unique id stands for nothing any more; but none succeeds.
+        # The last rank counts one rank more. Which of them notices first is open, and for one that comes when the
+        # others have given up the unique id stands for nothing any more; but none succeeds.
         try:
             nccl.NcclCommunicator(SIZE + (RANK == LAST), identity, RANK)
         except nccl.NcclError as error:
