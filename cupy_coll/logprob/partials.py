@@ -47,6 +47,7 @@ __all__ = [
 
 TILES = 16
 SUBTILE_COLUMNS = 16_384
+STREAMS = 8
 IGNORED = -100
 """Target of a row that counts for nothing: value 0, gradient zero."""
 
@@ -201,23 +202,33 @@ def merge_tiles(tiles: Tensor, scale: float) -> Tensor:
     return torch.stack(merged, -1)
 
 
-def _block_partials(x: Tensor, buffers: list[Tensor], scale: float) -> Tensor:
-    """(m, s[, t]) over the last dimension of ``x`` [rows, tiles, columns]; t where there is a second buffer."""
+def _read_maximum(x: Tensor, out: Tensor) -> None:
+    """Maximum over the last dimension of what is not in the cache yet: read as several streams, which memory serves
+    faster than one."""
+    if x.shape[-1] % STREAMS:
+        torch.amax(x, -1, out=out)
+    else:
+        torch.amax(x.unflatten(-1, (STREAMS, -1)).amax(-2), -1, out=out)
+
+
+def _block_partials(x: Tensor, buffers: list[Tensor], scale: float, out: Tensor) -> None:
+    """Write (m, s[, t]) over the last dimension of ``x`` [rows, tiles, columns] into ``out`` [fields, rows, tiles]."""
     d = buffers[0][: x.numel()].view(x.shape)
+    m, s = out[0], out[1]
     if x.dtype == d.dtype:
-        m = x.amax(-1)
+        _read_maximum(x, m)
         torch.sub(x, _pivot(m).unsqueeze(-1), out=d)
     else:  # widened once, then as above
-        d.copy_(x)
-        m = d.amax(-1)
+        torch.amax(d.copy_(x), -1, out=m)
         d.sub_(_pivot(m).unsqueeze(-1))
     if scale != 1.0:
         d.mul_(scale)
     if len(buffers) == 1:
-        return torch.stack([m, d.exp_().sum(-1)], -1)
+        torch.sum(d.exp_(), -1, out=s)
+        return
     e = torch.exp(d, out=buffers[1][: x.numel()].view(x.shape))
-    s = e.sum(-1)
-    return torch.stack([m, s, e.mul_(d.clamp_(min=LOWEST)).sum(-1)], -1)
+    torch.sum(e, -1, out=s)
+    torch.sum(e.mul_(d.clamp_(min=LOWEST)), -1, out=out[2])
 
 
 def _shard_tiles(
@@ -231,29 +242,29 @@ def _shard_tiles(
 ) -> Tensor:
     """Partials [rows in memory order, shard.tiles, fields] in one read of the logits."""
     tiles, width = shard.tiles, shard.width // shard.tiles
-    out = torch.zeros(rows.count, tiles, layout.fields, dtype=layout.dtype, device=logits.device)
-    out[..., 0] = _NEG_INF
-    if width == 0:
-        return out
-    columns = min(width, SUBTILE_COLUMNS)
+    columns = min(max(width, 1), SUBTILE_COLUMNS)
+    firsts = range(0, max(width, 1), columns)
+    like = {"dtype": layout.dtype, "device": logits.device}
+    parts = torch.zeros(len(firsts), layout.fields, rows.count, tiles, **like)  # of each sub-tile
+    parts[:, 0] = _NEG_INF
     together = max(1, min(tiles, BLOCK_ELEMENTS // columns))
     step = min(max(1, BLOCK_ELEMENTS // (together * columns)), chunk_size or BLOCK_ELEMENTS)
-    buffers = [
-        torch.empty(step * together * columns, dtype=layout.dtype, device=logits.device)
-        for _ in range(layout.fields - 1)
-    ]
-    for first, (run,) in rows.runs(logits[..., : shard.width]):
+    buffers = [torch.empty(step * together * columns, **like) for _ in range(layout.fields - 1)]
+    for first, (run,) in rows.runs(logits[..., : shard.width]) if width else ():
         by_tile = run.unflatten(-1, (tiles, width))
         here = slice(first, first + run.shape[0])
-        for block in row_blocks(run.shape[0], step, None if active is None else active[here]):
+        blocks = list(row_blocks(run.shape[0], step, None if active is None else active[here]))
+        for part, column in zip(parts, firsts, strict=True):
             for tile in range(0, tiles, together):
                 some = slice(tile, tile + together)
-                parts = [
-                    _block_partials(by_tile[:, some, column : column + columns][block], buffers, scale)
-                    for column in range(0, width, columns)
-                ]
-                out[here][block, some] = parts[0] if len(parts) == 1 else merge_tiles(torch.stack(parts, -2), scale)
-    return out
+                source, result = by_tile[:, some, column : column + columns], part[:, here, some]
+                for block in blocks:
+                    into = result[:, block]  # a view where the block is a slice
+                    _block_partials(source[block], buffers, scale, into)
+                    if not isinstance(block, slice):
+                        result[:, block] = into
+    by_subtile = parts.permute(2, 3, 0, 1)
+    return by_subtile.squeeze(2) if len(firsts) == 1 else merge_tiles(by_subtile, scale)
 
 
 def _target_logits(logits: Tensor, rows: Rows, local: Tensor, dtype: torch.dtype) -> Tensor:

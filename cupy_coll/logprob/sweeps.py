@@ -24,11 +24,11 @@ def _sweep(
     source: Tensor,
     result: Tensor,
     dtype: torch.dtype,
-    compute: Callable[[RowSelector, int, Tensor, Tensor], None],
+    compute: Callable[[RowSelector, Tensor, Tensor], None],
     active: Tensor | None = None,
     chunk_size: int | None = None,
 ) -> None:
-    """Call ``compute(rows, first_column, x, out)`` for every block of ``source``, and store each ``out``.
+    """Call ``compute(rows, x, out)`` for every block of ``source``, and store each ``out``.
 
     ``x`` is the block as it is, ``out`` has dtype ``dtype`` and may be ``x`` itself (in place). Rows that are
     not active (bool [rows in memory order]) are skipped.
@@ -46,29 +46,31 @@ def _sweep(
                 x = x_run[:, column : column + columns][block]
                 target = out_run[:, column : column + columns]
                 if is_view and result.dtype == dtype:  # straight into the result
-                    compute(at, column, x, target[block])
+                    compute(at, x, target[block])
                     continue
                 out = buffer[: x.numel()].view(x.shape)
-                compute(at, column, x, out)
+                compute(at, x, out)
                 target[block] = out if is_view else out.to(result.dtype)
 
 
 def _shift(x: Tensor, maximum: Tensor, scale: float, out: Tensor) -> Tensor:
-    """(x - maximum) * scale into ``out``; ``maximum`` is [rows]."""
+    """(x - maximum) * scale into ``out``; ``maximum`` is [rows, 1]."""
     if x.dtype == out.dtype:
-        torch.sub(x, maximum.unsqueeze(-1), out=out)
+        torch.sub(x, maximum, out=out)
     else:
-        out.copy_(x).sub_(maximum.unsqueeze(-1))
+        out.copy_(x).sub_(maximum)
     return out if scale == 1.0 else out.mul_(scale)
 
 
 def write_log_softmax(result: Tensor, logits: Tensor, summary: Summary, scale: float = 1.0) -> None:
     """Write this shard's part of the log-softmax over the whole vocabulary into ``result`` [..., columns]."""
     rows = Rows(logits)
-    maximum, log_sum = (rows.flatten(v.view(logits.shape[:-1])) for v in (summary.maximum, summary.log_sum))
+    maximum, log_sum = (
+        rows.flatten(v.view(logits.shape[:-1])).unsqueeze(-1) for v in (summary.maximum, summary.log_sum)
+    )
 
-    def compute(at: RowSelector, column: int, x: Tensor, out: Tensor) -> None:
-        _shift(x, maximum[at], scale, out).sub_(log_sum[at].unsqueeze(-1))
+    def compute(at: RowSelector, x: Tensor, out: Tensor) -> None:
+        _shift(x, maximum[at], scale, out).sub_(log_sum[at])
 
     _sweep(rows, logits, result, maximum.dtype, compute)
 
@@ -111,34 +113,46 @@ def write_gradient(
     if upstream.local_target is not None:  # the log-probability of an ignored row is constant
         g = torch.where(upstream.local_target == IGNORED, 0.0, g)
     h = upstream.entropy
-    g, maximum, log_sum = rows.flatten(g), rows.flatten(maximum), rows.flatten(log_sum)
-    h = None if h is None else rows.flatten(h)
-    entropy = None if entropy is None else rows.flatten(entropy)
+
+    def column(values: Tensor) -> Tensor:
+        return rows.flatten(values).unsqueeze(-1)
+
+    g, maximum, log_sum = column(g), column(maximum), column(log_sum)
+    h = None if h is None else column(h)
+    entropy = None if entropy is None else column(entropy)
     local = None if upstream.local_target is None else rows.flatten(upstream.local_target)
-    active = g != 0 if h is None else (g != 0) | (h != 0)
+    active = (g != 0 if h is None else (g != 0) | (h != 0)).squeeze(-1)
     at_target = g * scale
     weight = -at_target * log_sum.neg().exp()
-    scratch = torch.empty(
-        0 if h is None else min(BLOCK_ELEMENTS, rows.count * width), dtype=maximum.dtype, device=logits.device
-    )
+    largest = max(min(BLOCK_ELEMENTS, rows.count * width), rows.count)  # of a block; of all targets
+    scratch = torch.empty(0 if h is None else largest, dtype=maximum.dtype, device=logits.device)
 
-    def compute(at: RowSelector, column: int, x: Tensor, out: Tensor) -> None:
+    def compute(at: RowSelector, x: Tensor, out: Tensor) -> None:
         d = _shift(x, maximum[at], scale, out)
         if h is None or entropy is None:  # exp(d - log_sum) as exp(d) / sum: one pass less, and as precise
-            d.exp_().mul_(weight[at].unsqueeze(-1))
+            d.exp_().mul_(weight[at])
         else:
-            d.sub_(log_sum[at].unsqueeze(-1))
-            p = torch.exp(d, out=scratch[: d.numel()].view(d.shape))
-            d.clamp_(min=LOWEST).add_(entropy[at].unsqueeze(-1)).mul_(h[at].unsqueeze(-1))
-            d.add_(g[at].unsqueeze(-1)).mul_(p).mul_(-scale)
-        if local is not None:
-            y = local[at] - column
-            hit = ((y >= 0) & (y < d.shape[1])).nonzero().flatten()
-            if hit.numel():
-                d[hit, y[hit]] += at_target[at][hit]
+            p = torch.exp(d.sub_(log_sum[at]), out=scratch[: d.numel()].view(d.shape))
+            d.clamp_(min=LOWEST).add_(entropy[at]).mul_(h[at]).add_(g[at]).mul_(p).mul_(-scale)
 
+    def at_targets(run: Tensor, first: int, rows_here: Tensor) -> tuple[Tensor, Tensor]:
+        """Columns and values of the targets' elements, which the sweep does not know of; each rounded once too."""
+        at = first + rows_here
+        x = run[rows_here, local[at]].unsqueeze(-1)
+        d = torch.empty(x.shape, dtype=maximum.dtype, device=x.device)
+        compute(at, x, d)
+        return local[at], d.add_(at_target[at]).squeeze(-1).to(result.dtype)
+
+    patches = []
+    if local is not None:
+        hit = (local >= 0) & active
+        for first, (run, out) in rows.runs(logits, result):  # before the sweep, which may overwrite the logits
+            rows_here = hit[first : first + run.shape[0]].nonzero().flatten()
+            patches.append((out, rows_here, *at_targets(run, first, rows_here)))
     _clear(result, rows, active, width)
     _sweep(rows, logits[..., :width], result[..., :width], maximum.dtype, compute, active, chunk_size)
+    for out, rows_here, columns, values in patches:
+        out[rows_here, columns] = values
 
 
 def _clear(result: Tensor, rows: Rows, active: Tensor, width: int) -> None:
