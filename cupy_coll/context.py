@@ -29,7 +29,7 @@ from cupy_coll.errors import (
 from cupy_coll.group import Group
 from cupy_coll.lifecycle import TRACE_VARIABLE, Lifecycle, install_exit_hooks, seconds
 from cupy_coll.transport.base import Channel, Steps
-from cupy_coll.transport.objects import agree, all_gather_objects
+from cupy_coll.transport.objects import all_gather_objects
 
 __all__ = ["CommContext", "CommMode", "ParallelMode", "initialize_distributed_env", "resolve_group"]
 
@@ -307,7 +307,7 @@ class CommContext:
         """Make the groups of disjoint lists of ranks, all at once; return this rank's own. Called by every rank."""
         assert self._lifecycle is not None
         serial, self._serial = self._serial, self._serial + 1
-        own = next((tuple(ranks) for ranks in lists if self._world.rank in ranks), None)
+        part, own = next(((i, tuple(ranks)) for i, ranks in enumerate(lists) if self._world.rank in ranks), (-1, None))
         group, error = None, None
         if own is not None:
             try:
@@ -315,7 +315,9 @@ class CommContext:
             except TransportError as problem:
                 error = problem
         try:
-            agree(self._world.control, function, error)
+            ready = all_gather_objects(self._world.control, function, "state", self._world.can_split(), error)
+            if all(ready) and not host_only:
+                self._world.split(function, group, part)
         except CupyCollError:
             if group is not None:
                 group.release(free=True)

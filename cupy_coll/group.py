@@ -109,6 +109,20 @@ class Group:
         if all(all_gather_objects(self.control, function, "devices", usable)) and owner is not None:
             self._on(owner).connect(function, owner.current())
 
+    def can_split(self) -> bool:
+        """Whether NCCL has connected the group and could split its communicator now."""
+        return self._nccl is not None and self._nccl.can_split()
+
+    def split(self, function: str, part: Group | None, number: int) -> None:
+        """Give ``part`` a piece of this group's NCCL communicator; called by all members where all of them can split.
+
+        Args:
+            part: the new group that this rank is in, or None.
+            number: the same on all members of one part, another one for each part; -1 without a part.
+        """
+        assert self._nccl is not None
+        self._nccl.split(function, None if part is None else part._on(self._nccl.device), number)
+
     def close(self) -> None:
         """Finish what is in flight and free the group's communicators; called by all members.
 

@@ -244,12 +244,12 @@ def _shard_tiles(
     tiles, width = shard.tiles, shard.width // shard.tiles
     columns = min(max(width, 1), SUBTILE_COLUMNS)
     firsts = range(0, max(width, 1), columns)
-    like = {"dtype": layout.dtype, "device": logits.device}
-    parts = torch.zeros(len(firsts), layout.fields, rows.count, tiles, **like)  # of each sub-tile
+    dtype, device = layout.dtype, logits.device
+    parts = torch.zeros(len(firsts), layout.fields, rows.count, tiles, dtype=dtype, device=device)  # of each sub-tile
     parts[:, 0] = _NEG_INF
     together = max(1, min(tiles, BLOCK_ELEMENTS // columns))
     step = min(max(1, BLOCK_ELEMENTS // (together * columns)), chunk_size or BLOCK_ELEMENTS)
-    buffers = [torch.empty(step * together * columns, **like) for _ in range(layout.fields - 1)]
+    buffers = [torch.empty(step * together * columns, dtype=dtype, device=device) for _ in range(layout.fields - 1)]
     for first, (run,) in rows.runs(logits[..., : shard.width]) if width else ():
         by_tile = run.unflatten(-1, (tiles, width))
         here = slice(first, first + run.shape[0])

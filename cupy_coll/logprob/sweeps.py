@@ -135,24 +135,22 @@ def write_gradient(
             p = torch.exp(d.sub_(log_sum[at]), out=scratch[: d.numel()].view(d.shape))
             d.clamp_(min=LOWEST).add_(entropy[at]).mul_(h[at]).add_(g[at]).mul_(p).mul_(-scale)
 
-    def at_targets(run: Tensor, first: int, rows_here: Tensor) -> tuple[Tensor, Tensor]:
-        """Columns and values of the targets' elements, which the sweep does not know of; each rounded once too."""
-        at = first + rows_here
-        x = run[rows_here, local[at]].unsqueeze(-1)
-        d = torch.empty(x.shape, dtype=maximum.dtype, device=x.device)
-        compute(at, x, d)
-        return local[at], d.add_(at_target[at]).squeeze(-1).to(result.dtype)
-
+    # The sweep does not know of the targets' elements: they are computed before it, which may overwrite the logits,
+    # and written after it.
     patches = []
-    if local is not None:
-        hit = (local >= 0) & active
-        for first, (run, out) in rows.runs(logits, result):  # before the sweep, which may overwrite the logits
-            rows_here = hit[first : first + run.shape[0]].nonzero().flatten()
-            patches.append((out, rows_here, *at_targets(run, first, rows_here)))
+    for first, (run, out) in rows.runs(logits, result):
+        if local is None:
+            break
+        here = local[first : first + run.shape[0]]
+        hit = ((here >= 0) & active[first : first + run.shape[0]]).nonzero().flatten()
+        values = torch.empty(hit.numel(), 1, dtype=maximum.dtype, device=logits.device)
+        compute(first + hit, run[hit, here[hit]].unsqueeze(-1), values)
+        values += at_target[first + hit]
+        patches.append((out, hit, here[hit], values.squeeze(-1).to(result.dtype)))
     _clear(result, rows, active, width)
     _sweep(rows, logits[..., :width], result[..., :width], maximum.dtype, compute, active, chunk_size)
-    for out, rows_here, columns, values in patches:
-        out[rows_here, columns] = values
+    for out, hit, columns, values in patches:
+        out[hit, columns] = values
 
 
 def _clear(result: Tensor, rows: Rows, active: Tensor, width: int) -> None:

@@ -51,6 +51,7 @@ ADVICE = {
     7: ("ncclInProgress", "the operation has not ended"),
 }
 IN_PROGRESS = 7
+FIRST_WITH_SPLIT = 21800  # ncclCommSplit came with 2.18
 LAST_NEWS = 0.5  # seconds after an asynchronous error in which the member that has left may say so
 
 Enqueued: TypeAlias = tuple[list[Target], list[Any]]  # what has been written to, and what must live until it ends
@@ -581,11 +582,39 @@ class NcclTransport:
             if self._comm is not None:
                 return
             unique_id = self._agree_on_id(function, index)
-            comm = self._initialised(function, unique_id, index)
+            what = f"{function}: connecting group {self.ledger.group} by NCCL"
+            comm = self._made(what, index, lambda: _binding().NcclCommunicator(self.size, unique_id, self.rank))
             agree(self._control, function, None)  # so nobody leaves while another one still connects
-            self._index, self._side = index, self.device.side_stream(index)
-            self._comm = comm
-            self._engine.watch(self)
+            self._adopt(comm, index)
+
+    def _adopt(self, comm: Any, index: int) -> None:
+        self._index, self._side = index, self.device.side_stream(index)
+        self._comm = comm
+        self._engine.watch(self)
+
+    def can_split(self) -> bool:
+        """Whether this member could call :meth:`split` now."""
+        if self._comm is None or self.ledger.error is not None or _binding().get_version() < FIRST_WITH_SPLIT:
+            return False
+        return not self.device.is_capturing(self.device.current_stream(self._index, False))
+
+    def split(self, function: str, part: NcclTransport | None, number: int) -> None:
+        """Connect ``part`` by splitting this communicator; called by all its members, which have agreed that all can.
+
+        It needs no unique id and no meeting at the part's first operation. NCCL wants the communicator idle.
+
+        Args:
+            part: the transport of the new group that this rank is in, or None.
+            number: tells the parts apart; -1 without one.
+        """
+        with self._order:
+            self.drain()
+            what = f"{function}: splitting NCCL's communicator of group {self.ledger.group}"
+            key = 0 if part is None else part.rank
+            comm = self._made(what, self._index, lambda: self._comm.commSplit(number, key))
+            agree(self._control, function, None)
+            if part is not None:
+                part._adopt(comm, self._index)
 
     def _agree_on_id(self, function: str, index: int) -> tuple[int, ...]:
         ranks = self.ledger.ranks
@@ -604,15 +633,14 @@ class NcclTransport:
         shares = os.environ.get(SHARED_GPU_VARIABLE) == "1"
         return Member(socket.gethostname(), self.device.identity(index), version, installed_library(), shares)
 
-    def _initialised(self, function: str, unique_id: tuple[int, ...], index: int) -> Any:
-        """NCCL's initialisation in a thread, for it may not come back."""
+    def _made(self, what: str, index: int, make: Callable[[], Any]) -> Any:
+        """A communicator that NCCL makes with all members, in a thread, for it may not come back."""
         made: list[Any] = []
-        what = f"{function}: connecting group {self.ledger.group} by NCCL"
 
         def initialise() -> None:
             try:
                 with self.device.at(index):
-                    made.append(_binding().NcclCommunicator(self.size, unique_id, self.rank))
+                    made.append(make())
             except Exception as error:
                 made.append(error)
 

@@ -17,7 +17,8 @@ from cupy_coll.transport import nccl as transport_module
 @pytest.fixture
 def fresh(fake, size):
     """A group of all ranks that NCCL has not connected."""
-    group = cc.CommContext().init_group(list(range(size)), "FRESH")
+    with mock.patch.object(transport_module.NcclTransport, "can_split", return_value=False):
+        group = cc.CommContext().init_group(list(range(size)), "FRESH")
     yield group
     fake.enabled = False
     group.close()

@@ -150,8 +150,8 @@ def test_capture(fake, connected, group_of, size, expect):
     expect([(what, stream) for what, stream, _ in log], [("on", TORCH_STREAM), ("nccl", TORCH_STREAM)] * 2)
     fake.capturing = False
     expect(work.is_completed(), True)
-    unconnected = cc.CommContext().init_group(list(range(size)), "UNCONNECTED")
     fake.capturing = True
+    unconnected = cc.CommContext().init_group(list(range(size)), "UNCONNECTED")
     with pytest.raises(cc.TransportError, match=r"all_reduce.*captured in a graph.*warm_up"):
         cc.all_reduce(torch.ones(3), unconnected)
     fake.capturing = False
