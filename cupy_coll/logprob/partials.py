@@ -24,6 +24,7 @@ more than 32,768 numbers over threads: tiles are cut into sub-tiles of 16,384 co
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,7 @@ LOWEST = -1e4
 """exp(LOWEST) is 0 in every compute dtype; stands for -inf where 0 * (-inf) has to be 0."""
 
 _NEG_INF = float("-inf")
+_LOWEST_FLOAT32, _LOWEST_FLOAT64 = (torch.finfo(dtype).min for dtype in (torch.float32, torch.float64))
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -178,7 +180,7 @@ class MessageLayout:
 
 def _pivot(maximum: Tensor) -> Tensor:
     """The maximum to subtract: finite where it is -inf, so that -inf - pivot is -inf, not NaN. NaN stays NaN."""
-    return maximum.clamp(min=torch.finfo(maximum.dtype).min)
+    return maximum.clamp(min=_LOWEST_FLOAT64 if maximum.dtype == torch.float64 else _LOWEST_FLOAT32)
 
 
 def _sum_in_order(values: Tensor) -> Tensor:
@@ -202,33 +204,32 @@ def merge_tiles(tiles: Tensor, scale: float) -> Tensor:
     return torch.stack(merged, -1)
 
 
-def _read_maximum(x: Tensor, out: Tensor) -> None:
-    """Maximum over the last dimension of what is not in the cache yet: read as several streams, which memory serves
-    faster than one."""
-    if x.shape[-1] % STREAMS:
-        torch.amax(x, -1, out=out)
-    else:
-        torch.amax(x.unflatten(-1, (STREAMS, -1)).amax(-2), -1, out=out)
-
-
 def _block_partials(x: Tensor, buffers: list[Tensor], scale: float, out: Tensor) -> None:
-    """Write (m, s[, t]) over the last dimension of ``x`` [rows, tiles, columns] into ``out`` [fields, rows, tiles]."""
-    d = buffers[0][: x.numel()].view(x.shape)
-    m, s = out[0], out[1]
-    if x.dtype == d.dtype:
-        _read_maximum(x, m)
-        torch.sub(x, _pivot(m).unsqueeze(-1), out=d)
+    """(m, s[, t]) over the columns of a block.
+
+    Args:
+        x: [rows, tiles, streams, columns / streams].
+        buffers: one, or with entropy two, of at least as many rows and otherwise the shape of ``x``.
+        out: [fields, rows, tiles], written.
+    """
+    rows = x.shape[0]
+    d, *others = (buffer[:rows] for buffer in buffers) if rows < buffers[0].shape[0] else buffers
+    m, s, *rest = out.unbind()
+    if x.dtype == d.dtype:  # not in the cache yet: memory serves several streams faster than one
+        torch.amax(x.amax(-2), -1, out=m)
+        torch.sub(x, _pivot(m)[..., None, None], out=d)
     else:  # widened once, then as above
-        torch.amax(d.copy_(x), -1, out=m)
-        d.sub_(_pivot(m).unsqueeze(-1))
+        d.copy_(x)
+        torch.amax(d.flatten(-2), -1, out=m)
+        d.sub_(_pivot(m)[..., None, None])
     if scale != 1.0:
         d.mul_(scale)
-    if len(buffers) == 1:
-        torch.sum(d.exp_(), -1, out=s)
+    if not rest:
+        torch.sum(d.exp_().flatten(-2), -1, out=s)
         return
-    e = torch.exp(d, out=buffers[1][: x.numel()].view(x.shape))
-    torch.sum(e, -1, out=s)
-    torch.sum(e.mul_(d.clamp_(min=LOWEST)), -1, out=out[2])
+    e = torch.exp(d, out=others[0])
+    torch.sum(e.flatten(-2), -1, out=s)
+    torch.sum(e.mul_(d.clamp_(min=LOWEST)).flatten(-2), -1, out=rest[0])
 
 
 def _shard_tiles(
@@ -258,9 +259,13 @@ def _shard_tiles(
             for tile in range(0, tiles, together):
                 some = slice(tile, tile + together)
                 source, result = by_tile[:, some, column : column + columns], part[:, here, some]
+                streams = 1 if source.shape[-1] % STREAMS else STREAMS
+                source = source.unflatten(-1, (streams, -1))
+                shape = (step, *source.shape[1:])
+                scratch = [buffer[: math.prod(shape)].view(shape) for buffer in buffers]
                 for block in blocks:
                     into = result[:, block]  # a view where the block is a slice
-                    _block_partials(source[block], buffers, scale, into)
+                    _block_partials(source[block], scratch, scale, into)
                     if not isinstance(block, slice):
                         result[:, block] = into
     by_subtile = parts.permute(2, 3, 0, 1)
