@@ -25,6 +25,7 @@ more than 32,768 numbers over threads: tiles are cut into sub-tiles of 16,384 co
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -178,9 +179,9 @@ class MessageLayout:
         return header.view(self.ranks, self.HEADER_INTS).tolist(), tiles, body[..., -1]
 
 
-def _pivot(maximum: Tensor) -> Tensor:
+def _pivot(maximum: Tensor, out: Tensor | None = None) -> Tensor:
     """The maximum to subtract: finite where it is -inf, so that -inf - pivot is -inf, not NaN. NaN stays NaN."""
-    return maximum.clamp(min=_LOWEST_FLOAT64 if maximum.dtype == torch.float64 else _LOWEST_FLOAT32)
+    return torch.clamp(maximum, min=_LOWEST_FLOAT64 if maximum.dtype == torch.float64 else _LOWEST_FLOAT32, out=out)
 
 
 def _sum_in_order(values: Tensor) -> Tensor:
@@ -204,32 +205,38 @@ def merge_tiles(tiles: Tensor, scale: float) -> Tensor:
     return torch.stack(merged, -1)
 
 
-def _block_partials(x: Tensor, buffers: list[Tensor], scale: float, out: Tensor) -> None:
-    """(m, s[, t]) over the columns of a block.
+def _write_partials(
+    blocks: Iterable[Tensor], sizes: list[int], buffers: list[Tensor], scale: float, out: Tensor
+) -> None:
+    """(m, s[, t]) over the columns of blocks of rows.
 
     Args:
-        x: [rows, tiles, streams, columns / streams].
-        buffers: one, or with entropy two, of at least as many rows and otherwise the shape of ``x``.
-        out: [fields, rows, tiles], written.
+        blocks: each [rows, tiles, streams, columns / streams].
+        sizes: the rows of each.
+        buffers: one, or with entropy two, of at least as many rows as any block and otherwise its shape.
+        out: [fields, sum of sizes, tiles], written.
     """
-    rows = x.shape[0]
-    d, *others = (buffer[:rows] for buffer in buffers) if rows < buffers[0].shape[0] else buffers
-    m, s, *rest = out.unbind()
-    if x.dtype == d.dtype:  # not in the cache yet: memory serves several streams faster than one
-        torch.amax(x.amax(-2), -1, out=m)
-        torch.sub(x, _pivot(m)[..., None, None], out=d)
-    else:  # widened once, then as above
-        d.copy_(x)
-        torch.amax(d.flatten(-2), -1, out=m)
-        d.sub_(_pivot(m)[..., None, None])
-    if scale != 1.0:
-        d.mul_(scale)
-    if not rest:
-        torch.sum(d.exp_().flatten(-2), -1, out=s)
-        return
-    e = torch.exp(d, out=others[0])
-    torch.sum(e.flatten(-2), -1, out=s)
-    torch.sum(e.mul_(d.clamp_(min=LOWEST)).flatten(-2), -1, out=rest[0])
+    pivots = torch.empty_like(out[0])
+    # Views made in one call each: made block by block they would cost a tenth of the arithmetic.
+    cut = [whole.split(sizes) for whole in (*out, pivots, pivots[..., None, None])]
+    for x, m, s, *t, pivot, pivot_of_columns in zip(blocks, *cut, strict=True):
+        rows = x.shape[0]
+        d, *others = buffers if rows == buffers[0].shape[0] else (buffer[:rows] for buffer in buffers)
+        widened = x.dtype != d.dtype
+        if widened:
+            torch.amax(d.copy_(x).flatten(-2), -1, out=m)
+        else:  # not in the cache yet: memory serves several streams faster than one
+            torch.amax(x.amax(-2), -1, out=m)
+        _pivot(m, out=pivot)
+        torch.sub(d if widened else x, pivot_of_columns, out=d)
+        if scale != 1.0:
+            d.mul_(scale)
+        if not t:
+            torch.sum(d.exp_().flatten(-2), -1, out=s)
+            continue
+        e = torch.exp(d, out=others[0])
+        torch.sum(e.flatten(-2), -1, out=s)
+        torch.sum(e.mul_(d.clamp_(min=LOWEST)).flatten(-2), -1, out=t[0])
 
 
 def _shard_tiles(
@@ -253,21 +260,22 @@ def _shard_tiles(
     buffers = [torch.empty(step * together * columns, dtype=dtype, device=device) for _ in range(layout.fields - 1)]
     for first, (run,) in rows.runs(logits[..., : shard.width]) if width else ():
         by_tile = run.unflatten(-1, (tiles, width))
-        here = slice(first, first + run.shape[0])
-        blocks = list(row_blocks(run.shape[0], step, None if active is None else active[here]))
+        blocks = list(row_blocks(run.shape[0], step, None if active is None else active[first : first + run.shape[0]]))
+        sizes = [block.stop - block.start if isinstance(block, slice) else block.numel() for block in blocks]
+        all_rows = sum(sizes) == run.shape[0]
         for part, column in zip(parts, firsts, strict=True):
             for tile in range(0, tiles, together):
                 some = slice(tile, tile + together)
-                source, result = by_tile[:, some, column : column + columns], part[:, here, some]
-                streams = 1 if source.shape[-1] % STREAMS else STREAMS
-                source = source.unflatten(-1, (streams, -1))
+                source = by_tile[:, some, column : column + columns]
+                source = source.unflatten(-1, (1 if source.shape[-1] % STREAMS else STREAMS, -1))
                 shape = (step, *source.shape[1:])
                 scratch = [buffer[: math.prod(shape)].view(shape) for buffer in buffers]
-                for block in blocks:
-                    into = result[:, block]  # a view where the block is a slice
-                    _block_partials(source[block], scratch, scale, into)
-                    if not isinstance(block, slice):
-                        result[:, block] = into
+                result = part[:, first : first + run.shape[0], some]
+                into = result if all_rows else torch.empty_like(result[:, : sum(sizes)])
+                _write_partials((source[block] for block in blocks), sizes, scratch, scale, into)
+                if not all_rows:
+                    for block, values in zip(blocks, into.split(sizes, 1), strict=True):
+                        result[:, block] = values
     by_subtile = parts.permute(2, 3, 0, 1)
     return by_subtile.squeeze(2) if len(firsts) == 1 else merge_tiles(by_subtile, scale)
 

@@ -39,18 +39,19 @@ def _sweep(
     buffer = torch.empty(min(step, rows.count) * columns, dtype=dtype, device=source.device)
     for first, (x_run, out_run) in rows.runs(source, result):
         count = x_run.shape[0]
-        for block in row_blocks(count, step, None if active is None else active[first : first + count]):
-            is_view = isinstance(block, slice)
-            at = slice(first + block.start, first + block.stop) if isinstance(block, slice) else first + block
-            for column in range(0, width, columns):
-                x = x_run[:, column : column + columns][block]
-                target = out_run[:, column : column + columns]
+        blocks = list(row_blocks(count, step, None if active is None else active[first : first + count]))
+        for column in range(0, width, columns):
+            x_strip, out_strip = x_run[:, column : column + columns], out_run[:, column : column + columns]
+            for block in blocks:
+                is_view = isinstance(block, slice)
+                at = slice(first + block.start, first + block.stop) if isinstance(block, slice) else first + block
+                x = x_strip[block]
                 if is_view and result.dtype == dtype:  # straight into the result
-                    compute(at, x, target[block])
+                    compute(at, x, out_strip[block])
                     continue
                 out = buffer[: x.numel()].view(x.shape)
                 compute(at, x, out)
-                target[block] = out if is_view else out.to(result.dtype)
+                out_strip[block] = out if is_view else out.to(result.dtype)
 
 
 def _shift(x: Tensor, maximum: Tensor, scale: float, out: Tensor) -> Tensor:
