@@ -9,7 +9,7 @@ Message of one rank, in the compute dtype (float32, or float64 for float64 logit
 
     [ header: 4 int64, bit for bit | row 0 | row 1 | ... ]
     header: start, end, columns, rows
-    row:    slots x (m, s[, t]), target's logit
+    row:    slots x (m, s[, t]), logit of the target (or of each of several)
 
 The number of slots follows from the number of ranks alone, so ranks never negotiate a layout: 16 / ranks where
 that divides, else 1. A rank whose range looks like an equal share that tile bounds cut evenly fills its slots
@@ -133,6 +133,7 @@ class MessageLayout:
     rows: int
     entropy: bool
     dtype: torch.dtype
+    targets: int = 1  # of a row
 
     HEADER_INTS = 4
 
@@ -146,7 +147,7 @@ class MessageLayout:
 
     @property
     def row_length(self) -> int:
-        return self.slots * self.fields + 1
+        return self.slots * self.fields + self.targets
 
     @property
     def header_length(self) -> int:
@@ -157,26 +158,27 @@ class MessageLayout:
         return self.header_length + self.rows * self.row_length
 
     def pack(self, shard: Shard, tiles: Tensor, target_logit: Tensor) -> Tensor:
-        """Build the message from tiles [rows, shard.tiles, fields] and target_logit [rows]."""
+        """Build the message from tiles [rows, shard.tiles, fields] and target_logit [rows] or [rows, targets]."""
         message = torch.empty(self.length, dtype=self.dtype, device=tiles.device)
         header = torch.tensor([shard.start or 0, shard.end or 0, shard.columns, self.rows])
         message[: self.header_length].view(torch.int64).copy_(header)
         body = message[self.header_length :].view(self.rows, self.row_length)
-        slots = body[:, :-1].view(self.rows, self.slots, self.fields)
+        slots = body[:, : self.slots * self.fields].view(self.rows, self.slots, self.fields)
         slots[:, : shard.tiles] = tiles
         slots[:, shard.tiles :] = 0
         slots[:, shard.tiles :, 0] = _NEG_INF
-        body[:, -1] = target_logit
+        body[:, self.slots * self.fields :] = target_logit.view(self.rows, self.targets)
         return message
 
     def unpack(self, gathered: Tensor) -> tuple[list[list[int]], Tensor, Tensor]:
-        """Split the messages into headers, tiles [rows, ranks * slots, fields] and logits [ranks, rows]."""
+        """Split the messages into headers, tiles [rows, ranks * slots, fields] and logits [ranks, rows * targets]."""
         messages = gathered.view(self.ranks, self.length)
         header = messages[:, : self.header_length].flatten().clone().view(torch.int64)
         body = messages[:, self.header_length :].view(self.ranks, self.rows, self.row_length)
-        slots = body[..., :-1].unflatten(-1, (self.slots, self.fields))
+        slots = body[..., : self.slots * self.fields].unflatten(-1, (self.slots, self.fields))
         tiles = slots.transpose(0, 1).reshape(self.rows, self.ranks * self.slots, self.fields)
-        return header.view(self.ranks, self.HEADER_INTS).tolist(), tiles, body[..., -1]
+        logits = body[..., self.slots * self.fields :].flatten(1)
+        return header.view(self.ranks, self.HEADER_INTS).tolist(), tiles, logits
 
 
 def _pivot(maximum: Tensor, out: Tensor | None = None) -> Tensor:
@@ -281,12 +283,13 @@ def _shard_tiles(
 
 
 def _target_logits(logits: Tensor, rows: Rows, local: Tensor, dtype: torch.dtype) -> Tensor:
-    """The target's logit [rows in memory order] where this rank owns it, else 0."""
-    out = torch.zeros(rows.count, dtype=dtype, device=logits.device)
+    """The logits of the targets ``local`` [rows in memory order(, targets)] where this rank owns them, else 0."""
+    out = torch.zeros(local.shape, dtype=dtype, device=logits.device)
     for first, (run,) in rows.runs(logits):
         columns = local[first : first + run.shape[0]]
-        mine = (columns >= 0).nonzero().flatten()
-        out[first + mine] = run[mine, columns[mine]].to(dtype)
+        mine = columns >= 0
+        row, *_ = mine.nonzero(as_tuple=True)
+        out[first : first + run.shape[0]][mine] = run[row, columns[mine]].to(dtype)
     return out
 
 
@@ -302,18 +305,18 @@ def shard_message(
     """Summarise this rank's logits [..., columns] in one read; the message to gather, [layout.length].
 
     Args:
-        local_target: [...] as :meth:`Shard.local_target` gives it, or None. Ignored rows are not read, unless for
-            their entropy.
+        local_target: [...] or [..., layout.targets] as :meth:`Shard.local_target` gives it, or None. Rows of which
+            all targets are ignored are not read, unless for their entropy.
         scale: 1 / temperature.
         chunk_size: bounds the rows of a block.
     """
     rows = Rows(logits)
     active = None
-    target_logit = torch.zeros(rows.count, dtype=layout.dtype, device=logits.device)
+    target_logit = torch.zeros(rows.count, layout.targets, dtype=layout.dtype, device=logits.device)
     if local_target is not None:
         local = rows.flatten(local_target)
         target_logit = _target_logits(logits, rows, local, layout.dtype)
-        active = None if layout.entropy else local != IGNORED
+        active = None if layout.entropy else (local != IGNORED).view(rows.count, layout.targets).any(-1)
     tiles = _shard_tiles(logits, rows, shard, active, layout, scale, chunk_size)
     return layout.pack(shard, rows.restore(tiles), rows.restore(target_logit))
 
@@ -324,7 +327,7 @@ class Summary:
 
     maximum: Tensor
     log_sum: Tensor  # of exp((x - maximum) * scale): kept apart from the maximum, for precision
-    logprob: Tensor | None
+    logprob: Tensor | None  # [rows * targets]
     entropy: Tensor | None
 
 
@@ -381,7 +384,7 @@ def merge_messages(
     Args:
         function: the caller's name, for errors.
         gathered: the messages in rank order, the same bytes on every rank.
-        target: [...] global token ids, the same on every rank, or None.
+        target: [...] or [..., layout.targets] global token ids, the same on every rank, or None.
 
     Raises:
         ArgumentError: a rank's range does not fit its columns; a target that nobody owns.
@@ -398,7 +401,8 @@ def merge_messages(
     logprob = None
     if target is not None:
         target_logit = target_logits.gather(0, owner.unsqueeze(0)).squeeze(0)
-        logprob = (target_logit - maximum).mul_(scale).sub_(log_sum)
+        by_row = target_logit.view(layout.rows, layout.targets) - maximum.unsqueeze(-1)
+        logprob = by_row.mul_(scale).sub_(log_sum.unsqueeze(-1)).flatten()
         logprob.masked_fill_(target.reshape(-1) == IGNORED, 0.0)
     entropy = log_sum - merged[:, 2] / total if layout.entropy else None
     return Summary(maximum, log_sum, logprob, entropy)

@@ -80,9 +80,9 @@ def write_log_softmax(result: Tensor, logits: Tensor, summary: Summary, scale: f
 class Upstream:
     """Incoming gradients, each [...] or None for zero, and what they belong to."""
 
-    logprob: Tensor | None
+    logprob: Tensor | None  # [...], or [..., targets] where a row has several
     entropy: Tensor | None
-    local_target: Tensor | None  # [...] as Shard.local_target gives it; None where there is no target
+    local_target: Tensor | None  # of the same shape, as Shard.local_target gives it; None where there is no target
 
 
 def write_gradient(
@@ -109,23 +109,22 @@ def write_gradient(
         maximum, log_sum, entropy: [...] as merged; ``entropy`` is needed where its gradient is not None.
     """
     rows = Rows(logits)
-    zero = torch.zeros((), dtype=maximum.dtype, device=logits.device).expand(maximum.shape)
-    g = zero if upstream.logprob is None else upstream.logprob
-    if upstream.local_target is not None:  # the log-probability of an ignored row is constant
-        g = torch.where(upstream.local_target == IGNORED, 0.0, g)
-    h = upstream.entropy
 
     def column(values: Tensor) -> Tensor:
-        return rows.flatten(values).unsqueeze(-1)
+        flat = rows.flatten(values)
+        return flat if flat.dim() == 2 else flat.unsqueeze(-1)
 
-    g, maximum, log_sum = column(g), column(maximum), column(log_sum)
-    h = None if h is None else column(h)
+    zero = torch.zeros((), dtype=maximum.dtype, device=logits.device).expand(maximum.shape)
+    of_targets = column(zero if upstream.logprob is None else upstream.logprob)  # [rows, targets]
+    local = None if upstream.local_target is None else column(upstream.local_target)
+    if local is not None:  # the log-probability of an ignored target is constant
+        of_targets = torch.where(local == IGNORED, 0.0, of_targets)
+    g, maximum, log_sum = of_targets.sum(-1, keepdim=True), column(maximum), column(log_sum)
+    h = None if upstream.entropy is None else column(upstream.entropy)
     entropy = None if entropy is None else column(entropy)
-    local = None if upstream.local_target is None else rows.flatten(upstream.local_target)
-    active = (g != 0 if h is None else (g != 0) | (h != 0)).squeeze(-1)
-    at_target = g * scale
-    weight = -at_target * log_sum.neg().exp()
-    largest = max(min(BLOCK_ELEMENTS, rows.count * width), rows.count)  # of a block; of all targets
+    active = (of_targets != 0).any(-1) if h is None else ((of_targets != 0).any(-1)) | (h != 0).squeeze(-1)
+    weight = -(g * scale) * log_sum.neg().exp()
+    largest = max(min(BLOCK_ELEMENTS, rows.count * width), of_targets.numel())  # of a block; of all targets
     scratch = torch.empty(0 if h is None else largest, dtype=maximum.dtype, device=logits.device)
 
     def compute(at: RowSelector, x: Tensor, out: Tensor) -> None:
@@ -142,16 +141,26 @@ def write_gradient(
     for first, (run, out) in rows.runs(logits, result):
         if local is None:
             break
-        here = local[first : first + run.shape[0]]
-        hit = ((here >= 0) & active[first : first + run.shape[0]]).nonzero().flatten()
-        values = torch.empty(hit.numel(), 1, dtype=maximum.dtype, device=logits.device)
-        compute(first + hit, run[hit, here[hit]].unsqueeze(-1), values)
-        values += at_target[first + hit]
-        patches.append((out, hit, here[hit], values.squeeze(-1).to(result.dtype)))
+        here = slice(first, first + run.shape[0])
+        row, columns, amount = _target_elements(local[here], of_targets[here] * scale, active[here], width)
+        values = torch.empty(row.numel(), 1, dtype=maximum.dtype, device=logits.device)
+        compute(first + row, run[row, columns].unsqueeze(-1), values)
+        patches.append((out, row, columns, values.squeeze(-1).add_(amount).to(result.dtype)))
     _clear(result, rows, active, width)
     _sweep(rows, logits[..., :width], result[..., :width], maximum.dtype, compute, active, chunk_size)
-    for out, hit, columns, values in patches:
-        out[hit, columns] = values
+    for out, row, columns, values in patches:
+        out[row, columns] = values
+
+
+def _target_elements(local: Tensor, amount: Tensor, active: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, columns and amounts of the targets [rows, targets] that this rank owns, each element once."""
+    row, which = ((local >= 0) & active.unsqueeze(-1)).nonzero(as_tuple=True)
+    columns, amount = local[row, which], amount[row, which]
+    if local.shape[-1] == 1:
+        return row, columns, amount
+    element, where = torch.unique(row * width + columns, return_inverse=True)
+    summed = torch.zeros(element.numel(), dtype=amount.dtype, device=amount.device).index_add_(0, where, amount)
+    return element // width, element % width, summed
 
 
 def _clear(result: Tensor, rows: Rows, active: Tensor, width: int) -> None:
