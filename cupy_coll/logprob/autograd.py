@@ -31,6 +31,7 @@ from cupy_coll.logprob.sweeps import Upstream, write_gradient, write_log_softmax
 
 __all__ = [
     "ChunkedDistributedEntropy",
+    "ChunkedDistributedGatherLogprob",
     "ChunkedDistributedLogprob",
     "DistributedLogprob",
     "_compute_distributed_log_softmax",
@@ -42,11 +43,11 @@ _TARGET_DTYPES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """One call's arguments besides the tensors, checked."""
 
     function: str
-    group: Group
+    group: Group | None  # None: the vocabulary is not split
     shard: Shard
     entropy: bool = False
     inference_only: bool = False
@@ -56,35 +57,39 @@ class _Call:
 
     def gather(self, logits: Tensor, target: Tensor | None, local_target: Tensor | None) -> Summary:
         """Summarise this rank's logits, gather everybody's summaries (one message), merge them."""
-        transport = self.group.transport_for(logits)
         rows = math.prod(logits.shape[:-1])
-        layout = MessageLayout(self.group.size, rows, self.entropy, compute_dtype(logits.dtype))
+        targets = 1 if target is None or target.dim() < logits.dim() else target.shape[-1]
+        layout = MessageLayout(self.shard.ranks, rows, self.entropy, compute_dtype(logits.dtype), targets)
         message = shard_message(logits, local_target, self.shard, layout, scale=self.scale, chunk_size=self.chunk_size)
-        gathered = torch.empty(self.group.size * layout.length, dtype=layout.dtype, device=logits.device)
-        transport.all_gather(gathered, message)
-        return merge_messages(self.function, gathered, target, layout, scale=self.scale)
+        return merge_messages(self.function, gathered(self.group, message), target, layout, scale=self.scale)
 
 
-def check_logits(function: str, logits: Any) -> None:
+def gathered(group: Group | None, message: Tensor) -> Tensor:
+    """All members' messages [n], one after another; the message itself where there is no group."""
+    if group is None:
+        return message
+    everybodys = torch.empty(group.size * message.numel(), dtype=message.dtype, device=message.device)
+    group.transport_for(message).all_gather(everybodys, message)
+    return everybodys
+
+
+def check_logits(function: str, logits: Any, name: str = "vocab_parallel_logits") -> None:
     if not isinstance(logits, Tensor):
-        raise ArgumentError(f"{function}: vocab_parallel_logits is a {type(logits).__name__}, expected a torch.Tensor")
+        raise ArgumentError(f"{function}: {name} is a {type(logits).__name__}, expected a torch.Tensor")
     if logits.dtype not in _LOGITS_DTYPES:
-        raise DTypeError(
-            f"{function}: vocab_parallel_logits has dtype {logits.dtype}, expected float16, bfloat16, float32 "
-            "or float64"
-        )
+        raise DTypeError(f"{function}: {name} has dtype {logits.dtype}, expected float16, bfloat16, float32 or float64")
     if logits.dim() == 0:
-        raise ShapeError(f"{function}: vocab_parallel_logits is a scalar, expected [..., vocabulary / ranks]")
+        raise ShapeError(f"{function}: {name} is a scalar, expected [..., vocabulary / ranks]")
 
 
-def check_target(function: str, target: Any, logits: Tensor) -> None:
+def check_target(function: str, target: Any, logits: Tensor, name: str = "target") -> None:
     if not isinstance(target, Tensor):
-        raise ArgumentError(f"{function}: target is a {type(target).__name__}, expected a torch.Tensor")
+        raise ArgumentError(f"{function}: {name} is a {type(target).__name__}, expected a torch.Tensor")
     if target.dtype not in _TARGET_DTYPES:
-        raise DTypeError(f"{function}: target has dtype {target.dtype}, expected int64 or int32")
+        raise DTypeError(f"{function}: {name} has dtype {target.dtype}, expected int64 or int32")
     if target.device != logits.device:
         raise ArgumentError(
-            f"{function}: target is on {target.device}, expected {logits.device} as vocab_parallel_logits"
+            f"{function}: {name} is on {target.device}, expected {logits.device} as vocab_parallel_logits"
         )
 
 
@@ -93,6 +98,16 @@ def _check_aligned(function: str, target: Tensor, logits: Tensor) -> None:
     if target.shape != logits.shape[:-1]:
         raise ShapeError(
             f"{function}: target has shape {list(target.shape)}, expected {list(logits.shape[:-1])} "
+            f"(vocab_parallel_logits is {list(logits.shape)})"
+        )
+
+
+def check_indices(function: str, indices: Any, logits: Tensor) -> None:
+    """``global_indices`` [..., K] for logits [..., columns]."""
+    check_target(function, indices, logits, "global_indices")
+    if indices.dim() != logits.dim() or indices.shape[:-1] != logits.shape[:-1]:
+        raise ShapeError(
+            f"{function}: global_indices has shape {list(indices.shape)}, expected {[*logits.shape[:-1], 'K']} "
             f"(vocab_parallel_logits is {list(logits.shape)})"
         )
 
@@ -111,7 +126,7 @@ def check_chunk_size(function: str, chunk_size: Any) -> int:
     return size
 
 
-def _scale(function: str, temperature: Any) -> float:
+def check_temperature(function: str, temperature: Any) -> float:
     """1 / temperature."""
     try:
         value = float(temperature)
@@ -163,8 +178,21 @@ class VocabParallel(torch.autograd.Function):
 
         ``options`` are fields of a call: inference_only, chunk_size, entropy (a pair is returned), inplace_backward.
         """
+        check_logits(function, logits)
+        _check_aligned(function, target, logits)
         call = cls.prepare(function, logits, target, start, end, group, temperature=temperature, **options)
         return None if call is None else super().apply(logits, target, call)
+
+    @classmethod
+    def logprob_unsplit(
+        cls, function: str, logits: Tensor, target: Tensor, *, temperature: float = 1.0, **options: Any
+    ) -> Any:
+        """As :meth:`logprob` where this rank has the whole vocabulary: no group, no communication."""
+        check_logits(function, logits)
+        _check_aligned(function, target, logits)
+        shard = Shard(0, 1, logits.shape[-1], 0, logits.shape[-1])
+        call = Call(function, None, shard, scale=check_temperature(function, temperature), **options)
+        return super().apply(logits, target, call)
 
     @staticmethod
     def prepare(
@@ -177,27 +205,31 @@ class VocabParallel(torch.autograd.Function):
         *,
         temperature: float = 1.0,
         **options: Any,
-    ) -> _Call | None:
+    ) -> Call | None:
         """Check what one rank can see; the call to apply to ``(logits, target)``, None on a rank outside the group."""
         check_logits(function, logits)
-        _check_aligned(function, target, logits)
+        check_target(function, target, logits)
         start = check_integer(function, "vocab_start_index", start)
         end = check_integer(function, "vocab_end_index", end)
-        scale = _scale(function, temperature)
+        scale = check_temperature(function, temperature)
         members = resolve_group(group, function)
         if members is None:
             return None
         members.transport_for(logits)
         shard = Shard(members.rank, members.size, logits.shape[-1], start, end)
-        return _Call(function, members, shard, scale=scale, **options)
+        return Call(function, members, shard, scale=scale, **options)
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, logits: Tensor, target: Tensor | None, call: _Call
+        ctx: Any, logits: Tensor, target: Tensor | None, call: Call
     ) -> Tensor | tuple[Tensor, ...]:
         local_target = None if target is None else call.shard.local_target(target)
         summary = call.gather(logits, target, local_target)
-        found = [v.view(logits.shape[:-1]) for v in (summary.logprob, summary.entropy) if v is not None]
+        found = []
+        if target is not None and summary.logprob is not None:
+            found.append(summary.logprob.view(target.shape))
+        if summary.entropy is not None:
+            found.append(summary.entropy.view(logits.shape[:-1]))
         ctx.set_materialize_grads(False)
         if call.inference_only:
             ctx.mark_non_differentiable(*found)
@@ -210,7 +242,7 @@ class VocabParallel(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
         if all(g is None for g in upstream):
             return None, None, None
-        call: _Call = ctx.call
+        call: Call = ctx.call
         logits, local_target, maximum, log_sum, entropy = ctx.saved_tensors
         by_output = iter(upstream)
         g_logprob = None if local_target is None else next(by_output)
@@ -337,6 +369,57 @@ class ChunkedDistributedLogprob(VocabParallel):
         )
 
 
+class ChunkedDistributedGatherLogprob(VocabParallel):
+    """Log-probabilities of several tokens of each row, from logits whose vocabulary is split over a group.
+
+    Forward: one all-gather, whatever the chunk and however many tokens. Backward: none.
+    """
+
+    @classmethod
+    def apply(  # type: ignore[override]
+        cls,
+        vocab_parallel_logits: Tensor,
+        global_indices: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        chunk_size: int,
+        tp_group: Any,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """Log-probability of each of a row's tokens under the softmax over the whole vocabulary.
+
+        Args:
+            vocab_parallel_logits: [B, S, V/TP] (any [..., V/TP]), as :meth:`DistributedLogprob.apply`.
+            global_indices: [B, S, K] ([..., K]) global token ids (int64 or int32), the same on every rank; a row may
+                name a token twice. -100 gives 0 and a zero gradient.
+            chunk_size: rows worked on at a time; changes no bit of a value.
+
+        Returns:
+            [B, S, K] ([..., K]) float32 (float64 for float64 logits), the same bits on every rank; None on a rank
+            outside the group.
+
+        Raises:
+            As :meth:`ChunkedDistributedLogprob.apply`.
+
+        Communication: one all-gather of 2 * 16 / TP + K numbers a row in the forward, none in the backward.
+        """
+        function = "ChunkedDistributedGatherLogprob"
+        size = check_chunk_size(function, chunk_size)
+        check_logits(function, vocab_parallel_logits)
+        check_indices(function, global_indices, vocab_parallel_logits)
+        call = cls.prepare(
+            function,
+            vocab_parallel_logits,
+            global_indices,
+            vocab_start_index,
+            vocab_end_index,
+            tp_group,
+            inference_only=bool(inference_only),
+            chunk_size=size,
+        )
+        return None if call is None else super().apply(vocab_parallel_logits, global_indices, call)  # type: ignore[return-value]
+
+
 class ChunkedDistributedEntropy(VocabParallel):
     """Sum of p * log p over the whole vocabulary (the negative entropy) of each row.
 
@@ -373,7 +456,7 @@ class ChunkedDistributedEntropy(VocabParallel):
         if group is None:
             return None  # type: ignore[return-value]
         shard = Shard(group.rank, group.size, vocab_parallel_logits.shape[-1])
-        call = _Call(function, group, shard, entropy=True, inference_only=bool(inference_only), chunk_size=size)
+        call = Call(function, group, shard, entropy=True, inference_only=bool(inference_only), chunk_size=size)
         return -super().apply(vocab_parallel_logits, None, call)
 
 
@@ -451,7 +534,7 @@ def _compute_distributed_log_softmax(vocab_parallel_logits: Tensor, group: Any) 
         return None  # type: ignore[return-value]
     logits = vocab_parallel_logits.detach()
     shard = Shard(members.rank, members.size, logits.shape[-1])
-    summary = _Call(function, members, shard).gather(logits, None, None)
+    summary = Call(function, members, shard).gather(logits, None, None)
     result = torch.empty_like(logits)
     write_log_softmax(result, logits, summary)
     return result

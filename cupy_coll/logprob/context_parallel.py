@@ -5,7 +5,8 @@ Each takes one message in the forward and one in the backward. The order of posi
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,8 +18,16 @@ from cupy_coll.errors import ArgumentError, CupyCollError, MismatchError, ShapeE
 from cupy_coll.group import Group
 from cupy_coll.layout import place_of_position, position_of_place
 
-__all__ = ["AllGatherCPTensor", "Collect", "_get_tokens_on_this_cp_rank", "allgather_cp_sharded_tensor"]
+__all__ = [
+    "AllGatherCPTensor",
+    "Collect",
+    "_get_tokens_on_this_cp_rank",
+    "allgather_cp_sharded_tensor",
+    "cp_load_balanced_to_contiguous",
+    "cp_shift_next",
+]
 
+_PartsOf: TypeAlias = Callable[[int, int], tuple[int, int]]  # (rank, size) -> the two parts that it holds
 _FAULTS: dict[int, type[CupyCollError]] = {1: ArgumentError, 2: MismatchError}
 """What a rank says in its message of :class:`Collect` where it has no values."""
 
@@ -147,6 +156,140 @@ def allgather_cp_sharded_tensor(tensor: Tensor, cp_group: Any, seq_dim: int = 1)
     Args, returns, raises and communication as :meth:`AllGatherCPTensor.apply`.
     """
     return AllGatherCPTensor.apply(tensor, cp_group, seq_dim)
+
+
+class _ToContiguous(torch.autograd.Function):
+    """Forward: the parts that this rank holds go where their positions belong, one all-to-all. Backward: back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:  # type: ignore[override]
+        ctx.group, ctx.dim = group, dim
+        return _exchange_parts(x, group, dim, _balanced_parts, _contiguous_parts)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _exchange_parts(gradient, ctx.group, ctx.dim, _contiguous_parts, _balanced_parts), None, None
+
+
+def _balanced_parts(rank: int, size: int) -> tuple[int, int]:
+    return rank, 2 * size - 1 - rank
+
+
+def _contiguous_parts(rank: int, size: int) -> tuple[int, int]:
+    return 2 * rank, 2 * rank + 1
+
+
+def _exchange_parts(x: Tensor, group: Group, dim: int, before: _PartsOf, after: _PartsOf) -> Tensor:
+    """From a layout in which rank r holds the parts ``before(r, size)`` of 2 * size to ``after(r, size)``."""
+    own = dict(zip(before(group.rank, group.size), x.chunk(2, dim), strict=True))
+    wanted = {part: torch.empty_like(next(iter(own.values()))) for part in after(group.rank, group.size)}
+    nothing = x.new_empty(0)
+    inputs, outputs = [], []
+    for rank in range(group.size):
+        sent = [own[part].flatten() for part in after(rank, group.size) if part in own]
+        held = [part for part in before(rank, group.size) if part in wanted]
+        inputs.append(torch.cat(sent) if sent else nothing)
+        outputs.append(x.new_empty(len(held) * next(iter(wanted.values())).numel()))
+    group.transport_for(x).all_to_all(outputs, inputs)
+    for rank, received in enumerate(outputs):
+        # The sender's order is that of the receiver's parts.
+        held = [part for part in after(group.rank, group.size) if part in before(rank, group.size)]
+        for part, flat in zip(held, received.chunk(len(held)) if held else (), strict=True):
+            wanted[part].copy_(flat.view(wanted[part].shape))
+    return torch.cat([wanted[part] for part in after(group.rank, group.size)], dim)
+
+
+def cp_load_balanced_to_contiguous(x: Tensor, *, cp_group: Any = None, seq_dim: int = 1) -> Tensor:
+    """From the load-balanced layout of a sequence to the contiguous one; differentiable.
+
+    Args:
+        x: [..., S/CP, ...] with parts r and 2 * CP - 1 - r of the sequence's 2 * CP equal parts on rank r; the same
+            shape and dtype (any) on every rank; read. A DTensor stands for its local part.
+        cp_group: a Group, a mode or a ProcessGroup; None: not split.
+        seq_dim: the sequence's dimension.
+
+    Returns:
+        [..., S/CP, ...], a new tensor: positions r * S/CP to (r + 1) * S/CP. ``x`` itself where it is not split.
+        None on a rank outside.
+
+    Raises:
+        ShapeError: S/CP is odd where CP > 1. ArgumentError: no such dimension. Before anything is sent.
+
+    Communication: one all-to-all each in forward and backward, in which a rank sends at most what it holds.
+    """
+    function = "cp_load_balanced_to_contiguous"
+    x = x.to_local() if hasattr(x, "to_local") else x
+    _check_tensor(function, "x", x)
+    dim = _sequence_dim(function, "x", x, seq_dim)
+    inside, group = split_over(function, cp_group)
+    if not inside:
+        return None  # type: ignore[return-value]
+    if group is None:
+        return x
+    check_splittable(function, "x", x, dim, group.size)
+    group.transport_for(x)
+    return _ToContiguous.apply(x, group, dim)
+
+
+class _ShiftNext(torch.autograd.Function):
+    """Forward: each position gets the next one's value. Backward: each gives its gradient to the next one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group | None, fill: float) -> Tensor:  # type: ignore[override]
+        ctx.group = group
+        last = torch.full_like(x[:, 0], fill)
+        if group is not None:
+            firsts = x.new_empty((group.size, *last.shape))
+            group.transport_for(x).all_gather(firsts, x[:, 0].contiguous())
+            if group.rank + 1 < group.size:
+                last = firsts[group.rank + 1]
+        return torch.cat((x[:, 1:], last.unsqueeze(1)), 1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        group: Group | None = ctx.group
+        first = torch.zeros_like(gradient[:, 0])
+        if group is not None:
+            lasts = gradient.new_empty((group.size, *first.shape))
+            group.transport_for(gradient).all_gather(lasts, gradient[:, -1].contiguous())
+            if group.rank:
+                first = lasts[group.rank - 1]
+        return torch.cat((first.unsqueeze(1), gradient[:, :-1]), 1), None, None
+
+
+def cp_shift_next(x: Tensor, cp_group: Any = None, *, fill: float) -> Tensor:
+    """``out[:, t] = x[:, t + 1]`` over a sequence in the contiguous layout; differentiable.
+
+    Args:
+        x: [B, S/CP, ...], positions r * S/CP to (r + 1) * S/CP on rank r, at least one; the same shape and dtype (any)
+            on every rank; read.
+        cp_group: a Group, a mode or a ProcessGroup; None: not split.
+        fill: the value at the whole sequence's last position.
+
+    Returns:
+        [B, S/CP, ...], a new tensor; None on a rank outside.
+
+    Raises:
+        ShapeError: fewer than two dimensions, or no positions where the sequence is split. Before anything is sent.
+
+    Communication: one all-gather of a position each in forward and backward; none in a group of one.
+    """
+    function = "cp_shift_next"
+    _check_tensor(function, "x", x)
+    if x.dim() < 2:
+        raise ShapeError(f"{function}: x is {check.describe(x)}, expected at least two dimensions [B, S/CP, ...]")
+    inside, group = split_over(function, cp_group)
+    if not inside:
+        return None  # type: ignore[return-value]
+    if group is None and x.shape[1] == 0:
+        return x.clone()
+    if x.shape[1] == 0:
+        raise ShapeError(f"{function}: x is {check.describe(x)}, expected at least one position on every rank")
+    if group is not None:
+        group.transport_for(x)
+    return _ShiftNext.apply(x, group, fill)
 
 
 def _get_tokens_on_this_cp_rank(input_ids: Tensor, cp_rank: int, cp_size: int, seq_dim: int = 1) -> Tensor:

@@ -40,10 +40,15 @@ __all__ = [
     "MessageLayout",
     "Shard",
     "Summary",
+    "check_ranges",
+    "check_rows",
     "compute_dtype",
     "merge_messages",
     "merge_tiles",
+    "owners_of",
+    "pivot_of",
     "shard_message",
+    "sum_in_order",
     "tp_invariant",
 ]
 
@@ -136,6 +141,8 @@ class MessageLayout:
     targets: int = 1  # of a row
 
     HEADER_INTS = 4
+    MAXIMA: tuple[int, ...] = (0,)
+    """The fields of a slot that are -inf where it is empty; the others are 0."""
 
     @property
     def slots(self) -> int:
@@ -166,7 +173,8 @@ class MessageLayout:
         slots = body[:, : self.slots * self.fields].view(self.rows, self.slots, self.fields)
         slots[:, : shard.tiles] = tiles
         slots[:, shard.tiles :] = 0
-        slots[:, shard.tiles :, 0] = _NEG_INF
+        for field in self.MAXIMA:
+            slots[:, shard.tiles :, field] = _NEG_INF
         body[:, self.slots * self.fields :] = target_logit.view(self.rows, self.targets)
         return message
 
@@ -181,12 +189,12 @@ class MessageLayout:
         return header.view(self.ranks, self.HEADER_INTS).tolist(), tiles, logits
 
 
-def _pivot(maximum: Tensor, out: Tensor | None = None) -> Tensor:
+def pivot_of(maximum: Tensor, out: Tensor | None = None) -> Tensor:
     """The maximum to subtract: finite where it is -inf, so that -inf - pivot is -inf, not NaN. NaN stays NaN."""
     return torch.clamp(maximum, min=_LOWEST_FLOAT64 if maximum.dtype == torch.float64 else _LOWEST_FLOAT32, out=out)
 
 
-def _sum_in_order(values: Tensor) -> Tensor:
+def sum_in_order(values: Tensor) -> Tensor:
     """Sum over the last dimension, from the first to the last."""
     total = values[..., 0].clone()
     for i in range(1, values.shape[-1]):
@@ -198,12 +206,12 @@ def merge_tiles(tiles: Tensor, scale: float) -> Tensor:
     """Merge tiles [..., n, fields] in column order into one [..., fields]."""
     m, s = tiles[..., 0], tiles[..., 1]
     maximum = m.amax(-1)
-    delta = (m - _pivot(maximum).unsqueeze(-1)).mul_(scale)
+    delta = (m - pivot_of(maximum).unsqueeze(-1)).mul_(scale)
     factor = delta.exp()
-    merged = [maximum, _sum_in_order(s * factor)]
+    merged = [maximum, sum_in_order(s * factor)]
     if tiles.shape[-1] == 3:
         moved = tiles[..., 2] + delta.clamp_(min=LOWEST) * s
-        merged.append(_sum_in_order(moved * factor))
+        merged.append(sum_in_order(moved * factor))
     return torch.stack(merged, -1)
 
 
@@ -229,7 +237,7 @@ def _write_partials(
             torch.amax(d.copy_(x).flatten(-2), -1, out=m)
         else:  # not in the cache yet: memory serves several streams faster than one
             torch.amax(x.amax(-2), -1, out=m)
-        _pivot(m, out=pivot)
+        pivot_of(m, out=pivot)
         torch.sub(d if widened else x, pivot_of_columns, out=d)
         if scale != 1.0:
             d.mul_(scale)
@@ -331,7 +339,7 @@ class Summary:
     entropy: Tensor | None
 
 
-def _check_rows(function: str, headers: list[list[int]], rows: int) -> None:
+def check_rows(function: str, headers: list[list[int]], rows: int) -> None:
     for rank, (_, _, _, its_rows) in enumerate(headers):
         if its_rows != rows:
             raise MismatchError(
@@ -339,7 +347,7 @@ def _check_rows(function: str, headers: list[list[int]], rows: int) -> None:
             )
 
 
-def _check_ranges(function: str, headers: list[list[int]]) -> None:
+def check_ranges(function: str, headers: list[list[int]]) -> None:
     """Raise, on every rank alike, where the ranks' ranges do not fit their columns or each other."""
     expected = 0
     for rank, (start, end, columns, _) in enumerate(headers):
@@ -360,7 +368,7 @@ def _check_ranges(function: str, headers: list[list[int]]) -> None:
         expected = end
 
 
-def _owners(function: str, target: Tensor, headers: list[list[int]]) -> Tensor:
+def owners_of(function: str, target: Tensor, headers: list[list[int]], name: str = "target") -> Tensor:
     """The rank [rows] that owns each target; 0 for ignored ones. Raises where nobody does."""
     ends: list[int] = []
     for start, end, *_ in headers:  # a rank that owns nothing ends where the one before it does
@@ -368,7 +376,7 @@ def _owners(function: str, target: Tensor, headers: list[list[int]]) -> Tensor:
     lost = ((target < 0) | (target >= ends[-1])) & (target != IGNORED)
     if bool(lost.any()):
         raise ArgumentError(
-            f"{function}: target holds {int(target[lost][0])}, expected {IGNORED} or a token of the vocabulary "
+            f"{function}: {name} holds {int(target[lost][0])}, expected {IGNORED} or a token of the vocabulary "
             f"[0, {ends[-1]}) (no rank owns {int(lost.sum())} of {target.numel()} targets)"
         )
     bounds = torch.tensor(ends, device=target.device)
@@ -391,10 +399,10 @@ def merge_messages(
         MismatchError: ranges with a gap, an overlap or in a wrong order; different numbers of rows.
     """
     headers, tiles, target_logits = layout.unpack(gathered)
-    _check_rows(function, headers, layout.rows)
+    check_rows(function, headers, layout.rows)
     if target is not None:
-        _check_ranges(function, headers)
-        owner = _owners(function, target, headers)
+        check_ranges(function, headers)
+        owner = owners_of(function, target, headers)
     merged = merge_tiles(tiles, scale)
     maximum, total = merged[:, 0].contiguous(), merged[:, 1]
     log_sum = total.log()

@@ -7,7 +7,7 @@ cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,13 @@ from torch import Tensor
 from cupy_coll.logprob.partials import IGNORED, LOWEST, SUBTILE_COLUMNS, Summary
 from cupy_coll.logprob.rows import BLOCK_ELEMENTS, Rows, RowSelector, row_blocks
 
-__all__ = ["Upstream", "write_gradient", "write_log_softmax"]
+__all__ = [
+    "Upstream",
+    "write_gradient",
+    "write_log_softmax",
+    "write_log_softmax_gradient",
+    "write_soft_target_gradient",
+]
 
 
 def _sweep(
@@ -83,6 +89,57 @@ class Upstream:
     logprob: Tensor | None  # [...], or [..., targets] where a row has several
     entropy: Tensor | None
     local_target: Tensor | None  # of the same shape, as Shard.local_target gives it; None where there is no target
+
+
+def write_log_softmax_gradient(
+    result: Tensor,
+    logits: Tensor,
+    maximum: Tensor,
+    log_sum: Tensor,
+    upstream: Tensor,
+    total: Tensor,
+    scale: float,
+) -> None:
+    """Write ``scale * (g - p * total)``, the gradient of this shard's part of the log-softmax, into ``result``.
+
+    Args:
+        upstream: g, [..., columns].
+        total: the sum of g over the whole vocabulary, as ``maximum`` and ``log_sum`` [...].
+    """
+    rows = Rows(logits)
+    maximum, log_sum, total = (rows.flatten(v).unsqueeze(-1) for v in (maximum, log_sum, total))
+    for at, (x, g, out) in _blocks(rows, logits, upstream, result):
+        d = torch.empty(x.shape, dtype=maximum.dtype, device=x.device)
+        p = _shift(x, maximum[at], scale, d).sub_(log_sum[at]).exp_()
+        out.copy_(p.mul_(total[at]).neg_().add_(g).mul_(scale))
+
+
+def write_soft_target_gradient(
+    result: Tensor, upstream: Tensor, sides: tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+) -> None:
+    """Write ``g * (q - p)`` into ``result`` for g [...] and two softmaxes, each by its logits, maximum and log sum."""
+    rows = Rows(result)
+    g = rows.flatten(upstream).unsqueeze(-1)
+    (student, *of_student), (teacher, *of_teacher) = sides
+    flat = [[rows.flatten(v).unsqueeze(-1) for v in of] for of in (of_student, of_teacher)]
+    for at, (x, y, out) in _blocks(rows, student, teacher, result):
+        q, p = (
+            _shift(z, maximum[at], 1.0, torch.empty(z.shape, dtype=g.dtype, device=z.device)).sub_(log_sum[at]).exp_()
+            for z, (maximum, log_sum) in zip((x, y), flat, strict=True)
+        )
+        out.copy_(q.sub_(p).mul_(g[at]))
+
+
+def _blocks(rows: Rows, *tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Cut tensors [..., columns] into blocks: the rows in memory order, and a view of each."""
+    width = tensors[0].shape[-1]
+    columns = min(max(width, 1), SUBTILE_COLUMNS)
+    for first, runs in rows.runs(*tensors):
+        for block in row_blocks(runs[0].shape[0], max(1, BLOCK_ELEMENTS // columns)):
+            assert isinstance(block, slice), "all rows are active"
+            at = slice(first + block.start, first + block.stop)
+            for column in range(0, width, columns):
+                yield at, [run[block, column : column + columns] for run in runs]
 
 
 def write_gradient(
