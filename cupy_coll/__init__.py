@@ -5,6 +5,7 @@ Importing this package starts neither MPI nor CUDA; :meth:`CommContext.init_dist
 
 from torch.distributed import ReduceOp
 
+import cupy_coll_autoload
 from cupy_coll.bridge import to_cupy, to_numpy, to_torch
 from cupy_coll.collective import (
     all_gather,
@@ -65,6 +66,7 @@ from cupy_coll.regions import (
     group_all_reduce_sum_with_grad,
     scatter_to_sequence_parallel_region,
 )
+from cupy_coll.torch_backend import init_torch
 from cupy_coll.transport.base import Work
 from cupy_coll.uneven import all_to_all_uneven, gather_jagged_object_lists, rebalance_nd_tensor
 
@@ -116,6 +118,7 @@ __all__ = [
     "get_next_token_logprobs_from_logits",
     "group_all_reduce_sum",
     "group_all_reduce_sum_with_grad",
+    "init_torch",
     "initialize_distributed_env",
     "rebalance_nd_tensor",
     "recv",
@@ -132,3 +135,5 @@ __all__ = [
     "vocab_parallel_log_softmax",
     "vocab_parallel_logprob_and_entropy",
 ]
+
+cupy_coll_autoload.register()

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 import torch.distributed
+import torch.distributed.device_mesh
 
 from cupy_coll import bootstrap, topology
 from cupy_coll import check as checks
@@ -85,6 +86,7 @@ class CommContext:
     _nodes: list[int]
     _serial: int
     _made: list[Group]
+    _among: dict[tuple[int, ...], int]
 
     def __new__(cls) -> CommContext:
         if cls._instance is None:
@@ -99,6 +101,7 @@ class CommContext:
         self._nodes = []
         self._serial = 0
         self._made = []
+        self._among = {}
 
     def __enter__(self) -> CommContext:
         return self
@@ -326,12 +329,32 @@ class CommContext:
             self._made.append(group)
         return group
 
-    def _split(self, ranks: tuple[int, ...]) -> list[Any]:
+    def group_among(self, ranks: Sequence[int], name: str = "PROCESS_GROUP") -> Group:
+        """The latest group of these ranks in this order; made by them where there is none. Called by its members only.
+
+        Raises:
+            NotInitializedError: the context has not been initialised.
+            TransportError: MPI has no more communicators.
+        """
+        self._require("group_among")
+        assert self._lifecycle is not None
+        own = tuple(ranks)
+        for group in reversed(self._made):
+            if group.ranks == own and not group.closed:
+                return group
+        # The world's serial numbers are for what all its ranks make; members count by themselves.
+        self._among[own] = self._among.get(own, 0) + 1
+        serial = f"{'.'.join(map(str, own))}:{self._among[own]}"
+        group = Group(self._split(own, tag=1), self._lifecycle, own, name, serial, self._world.host_only)
+        self._made.append(group)
+        return group
+
+    def _split(self, ranks: tuple[int, ...], tag: int = 0) -> list[Any]:
         parent = self._world.control.comm
         everybody = parent.Get_group()
         members = everybody.Incl(ranks)
         try:
-            return _communicators(lambda: parent.Create_group(members, tag=0))
+            return _communicators(lambda: parent.Create_group(members, tag=tag))
         finally:
             members.Free()
             everybody.Free()
@@ -429,19 +452,6 @@ class CommContext:
             raise GroupError(f"{function}: rank {self._world.rank} is not in the group of mode {mode!r}")
         return group
 
-    def _match(self, function: str, ranks: Sequence[int]) -> Group | None:
-        """The group with the ranks of a torch ProcessGroup."""
-        self._require(function)
-        if self._world.rank not in ranks:
-            return None
-        for group in reversed(self._made):
-            if group.ranks == tuple(ranks) and not group.closed:
-                return group
-        raise GroupError(
-            f"{function}: no group has the ranks {list(ranks)} of this ProcessGroup; make it by "
-            "CommContext().init_group(ranks, mode) on every rank"
-        )
-
 
 def initialize_distributed_env(
     rank: int,
@@ -458,7 +468,8 @@ def resolve_group(group: Any, function: str) -> Group | None:
     """The group that a ``comm_mode``, ``group`` or ``tp_group`` argument means.
 
     Args:
-        group: a Group, a mode, a torch.distributed.ProcessGroup (matched by its ranks), or None: the global group.
+        group: a Group, a mode, a torch.distributed.ProcessGroup, a DeviceMesh of one dimension, or None: the global
+            group.
         function: the caller's name, for messages.
 
     Returns:
@@ -466,7 +477,7 @@ def resolve_group(group: Any, function: str) -> Group | None:
 
     Raises:
         NotInitializedError: the context or the mode has not been initialised.
-        GroupError: it is none of these, or closed, or no group has the ProcessGroup's ranks.
+        GroupError: it is none of these, or closed.
     """
     context = CommContext()
     if group is None or isinstance(group, str):
@@ -476,18 +487,35 @@ def resolve_group(group: Any, function: str) -> Group | None:
     elif group is torch.distributed.GroupMember.NON_GROUP_MEMBER:  # what new_group() gives on a rank outside
         found = None
     else:
-        found = context._match(function, _process_group_ranks(function, group))
+        found = _of_process_group(context, function, group)
     if found is not None:
         checks.open_group(function, found)
     return found
 
 
-def _process_group_ranks(function: str, group: Any) -> list[int]:
+def _of_process_group(context: CommContext, function: str, group: Any) -> Group | None:
+    """The group of a torch ProcessGroup or of a DeviceMesh of one dimension.
+
+    One of this package's backend has it; another one's is matched by its ranks, which make it where there is none.
+    """
+    if isinstance(group, torch.distributed.device_mesh.DeviceMesh):
+        if group.ndim != 1:
+            raise GroupError(
+                f"{function}: the DeviceMesh has dimensions {group.mesh_dim_names or group.ndim}, expected one, such "
+                "as mesh['tp']"
+            )
+        group = group.get_group()
     if not isinstance(group, torch.distributed.ProcessGroup):
         raise GroupError(
-            f"{function}: expected a mode, a Group or a torch.distributed.ProcessGroup, got {type(group).__name__}"
+            f"{function}: expected a mode, a Group, a torch.distributed.ProcessGroup or a DeviceMesh of one dimension, "
+            f"got {type(group).__name__}"
         )
-    return torch.distributed.get_process_group_ranks(group)
+    own: Group | None = getattr(group, "cupy_coll_group", None)
+    if own is not None:
+        return own
+    context._require(function)
+    ranks = torch.distributed.get_process_group_ranks(group)
+    return context.group_among(ranks) if context.get_global_rank() in ranks else None
 
 
 # ---------------------------------------------------------------------- arguments

@@ -34,7 +34,7 @@ class Group:
         engine: Engine,
         ranks: tuple[int, ...],
         mode: str,
-        serial: int,
+        serial: int | str,
         host_only: bool,
     ) -> None:
         self.ranks = ranks
@@ -108,6 +108,16 @@ class Group:
         usable = owner is not None and has_binding()
         if all(all_gather_objects(self.control, function, "devices", usable)) and owner is not None:
             self._on(owner).connect(function, owner.current())
+
+    def torch(self) -> torch.distributed.ProcessGroup:
+        """A torch ProcessGroup of these ranks in this order that shares the communicators; called by all members.
+
+        Raises:
+            GroupError: torch.distributed is not initialised with the backend "cupy_coll".
+        """
+        from cupy_coll.torch_backend import process_group_of
+
+        return process_group_of(self)
 
     def can_split(self) -> bool:
         """Whether NCCL has connected the group and could split its communicator now."""
