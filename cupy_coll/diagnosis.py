@@ -25,9 +25,13 @@ __all__ = [
     "launcher_of",
     "library_in_words",
     "report",
+    "shm_in_words",
 ]
 
 MPICH_SHM = 5_500_000  # bytes of /dev/shm a rank: MPICH 5.0 took 22, 86, 345 MB on 4, 16, 64 ranks of one node
+# A rank that comes late sees less of it free, for others have begun to start MPI: up to a seventh of what all will need
+# was seen. Ranks must decide alike, or some wait in vain for the others.
+FREE_BEFORE_MPI = 0.5
 MPICH, OPEN_MPI = "MPICH", "Open MPI"
 
 # By the variable that tells the rank within the node: the launcher, the family of MPI libraries that it starts (""
@@ -176,7 +180,7 @@ def before_mpi(facts: Facts) -> list[Finding]:
     local_size = facts.launcher.local_size if facts.launcher else None
     facts = dataclasses.replace(facts, local_size=local_size or 1)
     foreign = _foreign(facts)
-    return ([foreign] if foreign else []) + _of_shm([facts])
+    return ([foreign] if foreign else []) + _of_shm([facts], FREE_BEFORE_MPI)
 
 
 def can_try_nccl(ranks: Sequence[Facts]) -> bool:
@@ -242,29 +246,29 @@ def _of_one_kind(facts: Facts) -> str:
     )
 
 
-def _of_shm(ranks: Sequence[Facts]) -> list[Finding]:
-    def problem(facts: Facts) -> str:
-        if _family(facts.mpi) != MPICH or facts.shm_size < 0:
-            return ""
-        need = MPICH_SHM * facts.local_size
-        # What other ranks have taken by now must not count against them.
-        have = facts.shm_size if facts.mpi_was_started else facts.shm_free
-        if have >= need:
-            return ""
-        return (
-            f"/dev/shm of {facts.host} has {_bytes(have)}{'' if facts.mpi_was_started else ' free'} of "
-            f"{_bytes(facts.shm_size)}; {facts.mpi} needs about {_bytes(need)} for {facts.local_size} "
-            f"rank{'s' * (facts.local_size != 1)} on a node, and hangs or dies by SIGBUS without"
+def _of_shm(ranks: Sequence[Facts], free_share: float = 1.0) -> list[Finding]:
+    """``free_share``: of what MPI needs, how much has to be free."""
+    found = []
+    for host in dict.fromkeys(facts.host for facts in ranks):
+        node = [facts for facts in ranks if facts.host == host]
+        first = node[0]
+        if _family(first.mpi) != MPICH or first.shm_size < 0:
+            continue
+        need = MPICH_SHM * first.local_size
+        # The rank that looked first saw the least of what this job itself takes.
+        free = max(facts.shm_size if facts.mpi_was_started else facts.shm_free for facts in node)
+        if first.shm_size >= need and free >= free_share * need:
+            continue
+        ranks_there = f"{first.local_size} rank{'s' * (first.local_size != 1)}"
+        found.append(
+            Finding(
+                f"/dev/shm of {host} has {_bytes(first.shm_size)}, {_bytes(free)} of it free; {first.mpi} needs about "
+                f"{_bytes(need)} for {ranks_there} on a node, and hangs or dies by SIGBUS without",
+                "make it larger: `docker run --shm-size=1g` (or --ipc=host), `mount -o remount,size=1g /dev/shm`; and "
+                "remove what killed jobs have left there: /dev/shm/mpich_shm_* (./mpi_launch.sh does)",
+            )
         )
-
-    return [
-        Finding(
-            text,
-            "make it larger: `docker run --shm-size=1g` (or --ipc=host), `apptainer` with the host's /dev/shm, or "
-            "`mount -o remount,size=1g /dev/shm`; and remove what killed jobs have left there: /dev/shm/mpich_shm_*",
-        )
-        for text, _ in _by(ranks, problem)
-    ]
+    return found
 
 
 def _of_versions(ranks: Sequence[Facts]) -> list[Finding]:
@@ -418,7 +422,7 @@ def report(ranks: Sequence[Facts], found: Sequence[Finding]) -> str:
     size = ranks[0].size
     title = f"cupy_coll doctor: {size} rank{'s' * (size != 1)}, {hosts} host{'s' * (hosts != 1)}"
     if size != len(ranks):
-        title += f"; only {_who(ranks)} could be asked"
+        title += f"; this is {_who(ranks)} alone"
     blocks = [title, _table(_rows(ranks)), "\n".join(_common(ranks)), _problems(found)]
     return "\n\n".join(blocks) + "\n"
 
@@ -479,10 +483,11 @@ def _common(ranks: Sequence[Facts]) -> list[str]:
     lines += _line("NCCL", ranks, nccl)
     lines += _line("GPUs", ranks, gpus)
     first = [facts for facts in ranks if facts.local_rank == 0 or len(ranks) == 1]
-    return lines + _line("/dev/shm", first, _shm, who=lambda some: ", ".join(facts.host for facts in some))
+    return lines + _line("/dev/shm", first, shm_in_words, who=lambda some: ", ".join(facts.host for facts in some))
 
 
-def _shm(facts: Facts) -> str:
+def shm_in_words(facts: Facts) -> str:
+    """``64 MB, 50 MB free``."""
     return "none" if facts.shm_size < 0 else f"{_bytes(facts.shm_size)}, {_bytes(facts.shm_free)} free"
 
 

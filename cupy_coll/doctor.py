@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from cupy_coll.diagnosis import (
     launcher_of,
     library_in_words,
     report,
+    shm_in_words,
 )
 from cupy_coll.errors import CupyCollError, TransportError
 from cupy_coll.group import Group
@@ -153,11 +154,9 @@ def local_facts() -> Facts:
         facts.local_rank = facts.launcher.local_rank or 0
         facts.size = facts.launcher.size or 1
         facts.local_size = facts.launcher.local_size or 1
-    try:
+    with suppress(OSError):
         room = os.statvfs("/dev/shm")
         facts.shm_size, facts.shm_free = room.f_frsize * room.f_blocks, room.f_frsize * room.f_bavail
-    except OSError:
-        pass  # -1 says so
     try:
         facts.mpi = library_in_words(bootstrap.mpi_library())
         facts.mpi_file = bootstrap.loaded_file("libmpi.so") or bootstrap.loaded_file("libmpi")
@@ -256,7 +255,7 @@ def _try_nccl(facts: Facts, ranks: list[Facts], context: CommContext, show: _Pri
 
     lifecycle = context._lifecycle
     assert lifecycle is not None
-    watched = _BeforeTheEnd(lambda: last_word(f"the job ends: {_in_words(lifecycle.failure or TransportError(''))}"))
+    watched = _BeforeTheEnd(lambda: last_word(str(lifecycle.failure or "the job is ended by a failure of NCCL")))
     lifecycle.watch(watched)
     try:
         facts.tests["nccl"] = _outcome(lambda: _all_reduce_on(device, index, world))
@@ -322,13 +321,14 @@ def _guarded(facts: Facts, limit: float) -> Iterator[Callable[[str], None]]:
     if child == 0:
         try:
             os.close(writer)
-            _look_after(watched, reader, f"rank {facts.rank} on {facts.host}", limit)
+            _look_after(watched, reader, f"rank {facts.rank} on {facts.host}", shm_in_words(facts), limit)
         finally:
             os._exit(0)
     os.close(reader)
 
     def begin(step: str) -> None:
-        os.write(writer, f"{step}\n".encode())
+        with suppress(BrokenPipeError):  # somebody has ended the child
+            os.write(writer, f"{step}\n".encode())
 
     try:
         yield begin
@@ -338,14 +338,14 @@ def _guarded(facts: Facts, limit: float) -> Iterator[Callable[[str], None]]:
         os.waitpid(child, 0)
 
 
-def _look_after(watched: int, reader: int, who: str, limit: float) -> None:
+def _look_after(watched: int, reader: int, who: str, shm: str, limit: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # that is for the program
     step = "the beginning"
     while True:
         if not select.select([reader], [], [], limit)[0]:
             _say(
-                f"doctor: {who} has not got through {step} within {limit:g} s, and is ended. All ranks must be started, "
-                "by the launcher that belongs to the MPI library; /dev/shm must have room (docs/install.md)"
+                f"doctor: {who} has not got through {step} within {limit:g} s, and is ended. All ranks must start, "
+                f"by the launcher that belongs to the MPI library; /dev/shm must have room: {shm} (docs/install.md)"
             )
             os.kill(watched, signal.SIGKILL)
             return
