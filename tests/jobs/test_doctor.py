@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starting import ROOT, Finished, mpiexec, run_command
+from starting import Finished, mpiexec, run_command
 
 from cupy_coll.bootstrap import mpi_library
 
 DOCTOR = [sys.executable, "-m", "cupy_coll", "doctor"]
-PATH = {"PYTHONPATH": str(ROOT)}
 OPEN_MPI = "Open MPI" in mpi_library()
 
 
@@ -29,7 +28,7 @@ def on_ranks(n: int) -> list[str]:
 
 def test_four_ranks() -> None:
     """One report of all; times, and no problem."""
-    done = run_command([*on_ranks(4), "--json"], 60, PATH)
+    done = run_command([*on_ranks(4), "--json"], 60)
     assert done.status == 0, done.output
     report = json.loads(done.output)
     assert report["problems"] == []
@@ -49,7 +48,7 @@ def test_four_ranks() -> None:
 
 
 def test_alone() -> None:
-    done = run_command(DOCTOR, 60, PATH)
+    done = run_command(DOCTOR, 60)
     assert done.status == 0, done.output
     assert done.output.startswith("cupy_coll doctor: 1 rank, 1 host\n\nrank  host"), done.output
     assert done.output.endswith("\nno problem found\n"), done.output
@@ -71,7 +70,7 @@ def test_a_launcher_of_another_mpi(rank: int) -> None:
             "OMPI_COMM_WORLD_LOCAL_SIZE": 2,
         }
     )
-    done = run_command(DOCTOR, 60, PATH | {name: str(value) for name, value in variables.items()})
+    done = run_command(DOCTOR, 60, {name: str(value) for name, value in variables.items()})
     assert done.status == 1, done.output
     if rank:
         assert done.output == ""
@@ -84,7 +83,7 @@ def test_a_launcher_of_another_mpi(rank: int) -> None:
 def test_worlds_of_one() -> None:
     """srun without the PMI of the MPI library: so many worlds."""
     variables = {"SLURM_LOCALID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
-    done = run_command(DOCTOR, 60, PATH | variables)
+    done = run_command(DOCTOR, 60, variables)
     assert done.status == 1, done.output
     assert "problem: srun started 4 ranks (SLURM_PROCID=0, " in done.output, done.output
     assert "but MPI counts 1: each process believes that it is a job of its own" in done.output
@@ -100,7 +99,7 @@ def test_a_tiny_shm() -> None:
     can = shutil.which("unshare") and subprocess.run([*private, "sh", "-c", mount], capture_output=True, timeout=20)
     if not can or can.returncode:
         pytest.skip("this user cannot mount a /dev/shm of its own (unshare --mount)")
-    done = run_command([*private, "sh", "-c", f"{mount}; exec {shlex.join(on_ranks(4))}"], 60, PATH)
+    done = run_command([*private, "sh", "-c", f"{mount}; exec {shlex.join(on_ranks(4))}"], 60)
     assert done.status == 1, done.output
     assert done.output.count("problem: ") == 1, done.output
     assert " has 1 MB, 1 MB of it free; MPICH " in done.output
