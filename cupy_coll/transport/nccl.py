@@ -530,7 +530,7 @@ class NcclTransport:
             raise
         if timeout is not None and not engine.given_up(operation):
             raise CommTimeoutError(f"{operation.describe()}: not ended after {limit:g} s; it goes on")
-        timed_out = engine.timed_out(operation, limit)
+        timed_out = engine.timed_out(operation, engine.timeout)
         self._give_up(timed_out)
         raise timed_out
 
