@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cupy_coll import trace
+from cupy_coll import doctor, trace
 from cupy_coll.errors import ArgumentError
 
 
@@ -24,7 +24,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     merge.add_argument("directory", type=Path, help="where the ranks wrote rank*.json (CUPY_COLL_TRACE_DIR)")
     merge.add_argument("--out", type=Path, help="the merged file (default: DIRECTORY/trace.json)")
+    examine = tools.add_parser(
+        "doctor",
+        help="say what a job has here (MPI, launcher, GPUs, NCCL) and whether it works, with advice",
+        description="Look at what a job has where this is started, alone or on all ranks of one "
+        "(mpiexec -n 4 python -m cupy_coll doctor), try tiny collectives, and give advice on each problem. The status "
+        "is 1 where there is a problem.",
+    )
+    examine.add_argument("--json", action="store_true", help="the report for programs")
+    examine.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=doctor.TIMEOUT,
+        metavar="SECONDS",
+        help="for each step (default: %(default)g)",
+    )
     chosen = parser.parse_args(arguments)
+    if chosen.tool == "doctor":
+        return doctor.run(chosen.json, chosen.timeout)
+    return _trace(chosen)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text}")
+    return value
+
+
+def _trace(chosen: argparse.Namespace) -> int:
     try:
         dumps = trace.read(chosen.directory)
         print(trace.report(dumps))

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from cupy_coll.errors import ArgumentError, TransportError
 
-__all__ = ["launcher_local_rank", "local_rank_warning", "logical_device", "mpi", "node_of_each_rank"]
+__all__ = [
+    "launcher_local_rank",
+    "loaded_file",
+    "local_rank_warning",
+    "logical_device",
+    "mpi",
+    "mpi_is_running",
+    "mpi_library",
+    "node_of_each_rank",
+]
 
 logger = logging.getLogger("cupy_coll")
 
@@ -33,13 +45,7 @@ def mpi() -> ModuleType:
     Raises:
         TransportError: no MPI library, MPI already finalised, or no MPI_THREAD_MULTIPLE.
     """
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise TransportError(
-            f"mpi4py cannot be used: {error}. Install an MPI library (`pip install mpich`) or load your cluster's, "
-            "and mpi4py for it"
-        ) from error
+    MPI = _imported()
     if MPI.Is_finalized():
         raise TransportError("MPI has been finalised in this process; it cannot be started twice")
     if not MPI.Is_initialized():  # the program has set mpi4py.rc.initialize = False
@@ -49,6 +55,46 @@ def mpi() -> ModuleType:
             "MPI runs without MPI_THREAD_MULTIPLE, which autograd's threads need: leave mpi4py.rc.thread_level at "
             "'multiple', or use an MPI library that was built with it"
         )
+    return MPI
+
+
+def mpi_is_running() -> bool:
+    """Whether this process has started MPI."""
+    MPI = sys.modules.get("mpi4py.MPI")
+    return MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized()
+
+
+def mpi_library() -> str:
+    """What the MPI library says that it is; MPI is not started for it.
+
+    Raises:
+        TransportError: no MPI library.
+    """
+    if "mpi4py.MPI" not in sys.modules:
+        with contextlib.suppress(ImportError):
+            import mpi4py
+
+            mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+    return _imported().Get_library_version()
+
+
+def loaded_file(name: str) -> str:
+    """The file from which this process has loaded the library whose file name begins so; empty where it is not seen."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return ""
+    return next((line.split(None, 5)[5] for line in maps.splitlines() if f"/{name}" in line), "")
+
+
+def _imported() -> ModuleType:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise TransportError(
+            f"mpi4py cannot be used: {error}. Install an MPI library (`pip install mpich`) or load your cluster's, "
+            "and mpi4py for it"
+        ) from error
     return MPI
 
 

@@ -32,7 +32,14 @@ from cupy_coll.lifecycle import TRACE_VARIABLE, Lifecycle, install_exit_hooks, s
 from cupy_coll.transport.base import Channel, Steps
 from cupy_coll.transport.objects import all_gather_objects
 
-__all__ = ["CommContext", "CommMode", "ParallelMode", "initialize_distributed_env", "resolve_group"]
+__all__ = [
+    "CommContext",
+    "CommMode",
+    "ParallelMode",
+    "initialize_distributed_env",
+    "resolve_group",
+    "resolve_tensor_parallel",
+]
 
 logger = logging.getLogger("cupy_coll")
 
@@ -491,6 +498,23 @@ def resolve_group(group: Any, function: str) -> Group | None:
     if found is not None:
         checks.open_group(function, found)
     return found
+
+
+def resolve_tensor_parallel(group: Any, function: str) -> Group | None:
+    """``resolve_group`` for the group that a vocabulary is split over.
+
+    Raises:
+        GroupError: also for None on a rank outside TENSOR_PARALLEL. There None is what ``init_group`` and ``get_group``
+            gave, and taken for the global group this rank would wait for others that are in theirs.
+    """
+    mode = ParallelMode.TENSOR_PARALLEL
+    groups = CommContext()._groups
+    if group is None and mode in groups and groups[mode] is None:
+        raise GroupError(
+            f"{function}: the group is None, which means the global group, on a rank outside {mode}. Pass the mode "
+            f"{mode!r}, which gives None there, or CommMode.GLOBAL where all ranks take part"
+        )
+    return resolve_group(group, function)
 
 
 def _of_process_group(context: CommContext, function: str, group: Any) -> Group | None:

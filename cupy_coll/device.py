@@ -41,6 +41,9 @@ class Device(Protocol):
     def identity(self, index: int) -> str:
         """The same in all processes that see the GPU, and different for different GPUs: its UUID."""
 
+    def describe(self, index: int) -> tuple[str, str]:
+        """The product's name, and the address on the PCI bus."""
+
     def capability(self, index: int) -> tuple[int, int]:
         """The compute capability."""
 
@@ -112,6 +115,15 @@ class CudaDevice:
 
     def identity(self, index: int) -> str:
         return str(torch.cuda.get_device_properties(index).uuid)
+
+    def describe(self, index: int) -> tuple[str, str]:
+        device, address = ctypes.c_int(), ctypes.create_string_buffer(32)
+        with self.at(index):
+            torch.cuda.init()
+            driver = ctypes.CDLL("libcuda.so.1")
+            if driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetPCIBusId(address, 32, device):
+                address.value = b"unknown"
+        return torch.cuda.get_device_properties(index).name, address.value.decode()
 
     def capability(self, index: int) -> tuple[int, int]:
         return torch.cuda.get_device_capability(index)

@@ -232,9 +232,9 @@ class Lifecycle:
         except PeerError as error:
             self._give_up(operation, error)
             raise
-        if timeout is not None:
+        if timeout is not None and not given_up(operation):
             raise CommTimeoutError(f"{operation.describe()}: not ended after {limit:g} s; it goes on")
-        timed_out = self.timed_out(operation, limit)
+        timed_out = self.timed_out(operation, self.timeout)
         self._give_up(operation, timed_out)
         self.dump_if_wanted("timeout")
         raise timed_out

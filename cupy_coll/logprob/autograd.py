@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cupy_coll.context import resolve_group
+from cupy_coll.context import resolve_tensor_parallel
 from cupy_coll.errors import ArgumentError, DTypeError, ShapeError
 from cupy_coll.group import Group
 from cupy_coll.logprob.memory import empty_gradient
@@ -212,7 +212,7 @@ class VocabParallel(torch.autograd.Function):
         start = check_integer(function, "vocab_start_index", start)
         end = check_integer(function, "vocab_end_index", end)
         scale = check_temperature(function, temperature)
-        members = resolve_group(group, function)
+        members = resolve_tensor_parallel(group, function)
         if members is None:
             return None
         members.transport_for(logits)
@@ -452,7 +452,7 @@ class ChunkedDistributedEntropy(VocabParallel):
         function = "ChunkedDistributedEntropy"
         size = check_chunk_size(function, chunk_size)
         check_logits(function, vocab_parallel_logits)
-        group = resolve_group(tp_group, function)
+        group = resolve_tensor_parallel(tp_group, function)
         if group is None:
             return None  # type: ignore[return-value]
         shard = Shard(group.rank, group.size, vocab_parallel_logits.shape[-1])
@@ -529,7 +529,7 @@ def _compute_distributed_log_softmax(vocab_parallel_logits: Tensor, group: Any) 
     """
     function = "_compute_distributed_log_softmax"
     check_logits(function, vocab_parallel_logits)
-    members = resolve_group(group, function)
+    members = resolve_tensor_parallel(group, function)
     if members is None:
         return None  # type: ignore[return-value]
     logits = vocab_parallel_logits.detach()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from cupy_coll.context import resolve_group
+from cupy_coll.context import resolve_tensor_parallel
 from cupy_coll.errors import ArgumentError, ShapeError
 from cupy_coll.group import Group
 from cupy_coll.logprob.autograd import (
@@ -217,7 +217,7 @@ class DistributedCrossEntropy(torch.autograd.Function):
                 f"{function}: target_logits is on {target_logits.device}, expected {student_logits.device} as "
                 "student_logits"
             )
-        members = resolve_group(group, function)
+        members = resolve_tensor_parallel(group, function)
         if members is None:
             return None  # type: ignore[return-value]
         members.transport_for(student_logits)
@@ -403,7 +403,7 @@ def distributed_vocab_topk(
     start = check_integer(function, "vocab_start_index", vocab_start_index)
     end = check_integer(function, "vocab_end_index", vocab_end_index)
     rows_at_once = None if chunk_size is None else check_chunk_size(function, chunk_size)
-    group = resolve_group(tp_group, function)
+    group = resolve_tensor_parallel(tp_group, function)
     if group is None:
         return None, None  # type: ignore[return-value]
     shard = Shard(group.rank, group.size, logits.shape[-1], start, end)

@@ -28,7 +28,7 @@ from cupy_coll.transport.memory import Target, apart, flat_of
 from cupy_coll.transport.nccl_members import SHARED_GPU_VARIABLE, Member, installed_library, problem_of, warn_of_paths
 from cupy_coll.transport.objects import agree, all_gather_objects
 
-__all__ = ["NcclTransport", "has_binding"]
+__all__ = ["NcclTransport", "has_binding", "version"]
 
 # ncclResult_t: NCCL's name, and what a user can do.
 ADVICE = {
@@ -71,6 +71,15 @@ def has_binding() -> bool:
     except TransportError:
         return False
     return True
+
+
+def version() -> int:
+    """The version of NCCL that this process has loaded, as ncclGetVersion gives it.
+
+    Raises:
+        TransportError: CuPy or NCCL cannot be used.
+    """
+    return _binding().get_version()
 
 
 def _binding() -> ModuleType:
@@ -521,7 +530,7 @@ class NcclTransport:
             raise
         if timeout is not None and not engine.given_up(operation):
             raise CommTimeoutError(f"{operation.describe()}: not ended after {limit:g} s; it goes on")
-        timed_out = engine.timed_out(operation, limit)
+        timed_out = engine.timed_out(operation, engine.timeout)
         self._give_up(timed_out)
         raise timed_out
 

@@ -6,12 +6,12 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
+from cupy_coll.bootstrap import loaded_file
 from cupy_coll.check import ranks_in_words
 
-__all__ = ["SHARED_GPU_VARIABLE", "Member", "installed_library", "problem_of", "warn_of_paths"]
+__all__ = ["SHARED_GPU_VARIABLE", "Member", "installed_library", "problem_of", "trouble_of", "warn_of_paths"]
 
 T = TypeVar("T")
 
@@ -42,10 +42,18 @@ class Member:
 
 def problem_of(members: Sequence[Member], ranks: Sequence[int]) -> str:
     """Why these members cannot be connected, in words, the same on all of them; empty where they can."""
+    return ". ".join(trouble_of(members, ranks) or ())
+
+
+def trouble_of(members: Sequence[Member], ranks: Sequence[int]) -> tuple[str, str] | None:
+    """Why these members cannot be connected, and what to do; None where they can."""
     versions = _ranks_by([member.version for member in members], ranks)
     if len(versions) > 1:
         sides = "; ".join(f"{in_words(version)} on {ranks_in_words(who)}" for version, who in versions.items())
-        return f"the ranks have different versions of NCCL, which do not work together: {sides}"
+        return (
+            f"the ranks have different versions of NCCL, which do not work together: {sides}",
+            "Start the same Python environment on all hosts",
+        )
     for gpu, who in _ranks_by([member.gpu for member in members], ranks).items():
         if len(who) == 1:
             continue
@@ -60,10 +68,11 @@ def problem_of(members: Sequence[Member], ranks: Sequence[int]) -> str:
         )
         return (
             f"{ranks_in_words(who)} are on the same GPU ({gpu} of {host}), and NCCL {in_words(version)} wants one GPU "
-            "a rank. Choose the GPU before the first operation, such as "
-            f"torch.cuda.set_device(CommContext().get_in_node_rank()); to share one nevertheless, {instead}"
+            "a rank",
+            "Choose the GPU before the first operation, such as "
+            f"torch.cuda.set_device(CommContext().get_in_node_rank()); to share one nevertheless, {instead}",
         )
-    return ""
+    return None
 
 
 def warn_of_paths(members: Sequence[Member], ranks: Sequence[int]) -> None:
@@ -81,11 +90,7 @@ def in_words(version: int) -> str:
 
 def installed_library() -> str:
     """The file that this process has loaded NCCL from; empty where that cannot be seen."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return ""
-    return next((line.split(None, 5)[5] for line in maps.splitlines() if "/libnccl" in line), "")
+    return loaded_file("libnccl")
 
 
 def _ranks_by(values: Sequence[T], ranks: Sequence[int]) -> dict[T, list[int]]:

@@ -73,6 +73,9 @@ class FakeDevice:
     def identity(self, index: int) -> str:
         return self.gpu
 
+    def describe(self, index: int) -> tuple[str, str]:
+        return "no GPU", "none"
+
     def capability(self, index: int) -> tuple[int, int]:
         return self.sm
 

@@ -246,6 +246,30 @@ def test_group_mode_and_rank_outside(group_of, rank, size, expect):
     expect([one is None for one in outside], [rank != 0] * 7, "None outside, and only there")
 
 
+def test_none_outside_the_tensor_parallel_group(no_context, rank, size, expect):
+    """It is what init_group gave there: refused, where it would wait in the global group for ranks in another one."""
+    context = cc.CommContext()
+    context.init_distributed_env(timeout=20)
+    group = context.init_group([0], "TENSOR_PARALLEL")
+    logits, target = torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)
+    calls = [
+        lambda: DistributedLogprob.apply(logits, target, 0, 8, group),
+        lambda: _compute_distributed_log_softmax(logits, group),
+    ]
+    before = context.get_group("GLOBAL").sequence
+    for call in calls:
+        if rank == 0:
+            expect(call() is None, False, "inside")
+            continue
+        with pytest.raises(
+            cc.GroupError, match="the group is None, which means the global group, on a rank outside TENS"
+        ):
+            call()
+    expect(context.get_group("GLOBAL").sequence, before, "messages")
+    everybody = DistributedLogprob.apply(logits, target, 8 * rank, 8 * rank + 8, cc.CommMode.GLOBAL)
+    expect(everybody, torch.full((3,), 8.0 * size).log().neg(), "all, by name", rtol=1e-6)
+
+
 @pytest.mark.parametrize("bad", [-1, -101, 10**6])
 def test_target_that_nobody_owns(world, raises_everywhere, bad):
     logits, start = torch.zeros(4, 8), 8 * world.rank
