@@ -86,6 +86,11 @@ def storage(function: str, name: str, tensor: torch.Tensor, written: bool) -> No
             f"{function}: {name} must be a dense tensor in memory, got a {tensor.layout} tensor "
             f"({name_of(tensor.dtype)} on {tensor.device})"
         )
+    if not _in_memory(tensor):
+        raise ArgumentError(
+            f"{function}: {name} must be a dense tensor in memory, got a {type(tensor).__name__} without memory of its "
+            "own, such as torch.func (vmap, grad), FakeTensorMode or a DTensor gives"
+        )
     if written and _overlaps(tensor):
         raise ShapeError(
             f"{function}: {name} is written, but its elements share memory (shape {list(tensor.shape)}, strides "
@@ -150,6 +155,14 @@ def _integer(value: Any) -> int | None:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
+
+
+def _in_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements have addresses."""
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:  # torch: no storage
+        return False
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

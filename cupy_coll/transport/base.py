@@ -342,12 +342,11 @@ class Operation(Communication):
         try:
             while True:
                 if self.requests is None:
-                    self.requests = next(self.steps)
+                    self.requests = self._step()
                 else:
                     if not MPI.Request.Testall(self.requests, self.statuses):
                         return False
-                    assert self.statuses is not None
-                    self.requests = self.steps.send(self.statuses)
+                    self.requests = self._step()
                 self.statuses = [MPI.Status() for _ in self.requests]
         except StopIteration:
             self._end(None)
@@ -358,6 +357,11 @@ class Operation(Communication):
         except Exception as error:  # torch's own, such as too little memory: belongs to whoever waits
             self._end(error)
         return True
+
+    def _step(self) -> list[Any]:
+        """The next messages. In inference mode: where alone a tensor made in it, the caller's or ours, is written."""
+        with torch.inference_mode():
+            return next(self.steps) if self.statuses is None else self.steps.send(self.statuses)
 
     def _translate(self, error: Any) -> CupyCollError:
         MPI = mpi()

@@ -34,7 +34,7 @@ class Target:
 
     def store(self) -> None:
         if not self.direct:
-            with torch.no_grad():
+            with torch.inference_mode():  # where alone a tensor made in it can be written; no gradient either
                 self.tensor.copy_(self.flat.view(self.tensor.shape))
         elif not self.tensor.is_inference():
             torch.autograd.graph.increment_version(self.tensor)

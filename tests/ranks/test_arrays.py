@@ -141,3 +141,28 @@ def test_parameters(world, rank, size, expect):
         cc.broadcast(parameter, world, src=size - 1)
         expect(parameter, torch.full_like(parameter, float(size)))
         expect(parameter.is_leaf and parameter.requires_grad, True)
+
+
+def test_tensors_without_memory_are_refused(world, size, expect, raises_everywhere):
+    """torch.func's tensors and wrappers have no address: refused before anything is sent, so the next call works."""
+
+    def reduced(x):
+        cc.all_reduce(x, world)
+        return x.sum()
+
+    def gathered(x):
+        cc.all_gather(torch.empty(size, 3), x.view(1, 3), world)
+        return x.sum()
+
+    calls = {
+        "vmap": lambda: torch.func.vmap(reduced)(torch.ones(2, 3)),
+        "vmap of nothing": lambda: torch.func.vmap(reduced)(torch.ones(2, 0)),
+        "grad": lambda: torch.func.grad(gathered)(torch.ones(3)),
+        "all_to_all": lambda: torch.func.vmap(lambda x: cc.all_to_all(x, 0, 1, world))(torch.ones(2, size, size)),
+    }
+    for label, call in calls.items():
+        with raises_everywhere(cc.ArgumentError, "dense tensor in memory"):
+            call()
+        usual = torch.ones(3)
+        cc.all_reduce(usual, world)
+        expect(usual.tolist(), [float(size)] * 3, f"after {label}")

@@ -189,3 +189,26 @@ def test_future_callbacks(world, size, expect):
     future = cc.all_reduce(tensor, world, async_op=True).get_future()
     halved = future.then(lambda done: done.value()[0] / size)
     expect(halved.wait(), torch.ones(2))
+
+
+def test_inference_tensors_outside_inference_mode(world, size, expect):
+    """Tensors made in inference mode are written wherever the operation is called, goes on and ends."""
+    with torch.inference_mode():
+        made = [torch.ones(3), torch.ones(20_000), torch.ones(2, 3).t()]
+        started = [torch.ones(3), torch.ones(20_000), torch.ones(2, 3).t()]
+        works = [cc.all_reduce(tensor, world, async_op=True) for tensor in started]
+        parts = torch.zeros(size)
+        works.append(cc.all_gather(parts, torch.ones(1), world, async_op=True))
+    for work in works:
+        work.wait()
+    for tensor in made:
+        cc.all_reduce(tensor, world)
+    usual = torch.ones(2, 3).t()
+    version = usual._version
+    with torch.inference_mode():
+        cc.all_reduce(usual, world)
+    expect.that(usual._version > version, "autograd does not know that the tensor was written")
+    expect.that(not usual.is_inference(), "the usual tensor became one of inference mode")
+    for tensor in (*made, *started, usual):
+        expect(tensor.unique().tolist(), [float(size)], f"all_reduce of {list(tensor.shape)}")
+    expect(parts.tolist(), [1.0] * size, "all_gather")
