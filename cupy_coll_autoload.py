@@ -33,7 +33,9 @@ def register() -> None:
     def by_environment_or_mpi(url: str, *arguments: Any, **options: Any) -> Iterator[Any]:
         asked = "MASTER_ADDR" in os.environ or "rank=" in url
         launched = any(variable in os.environ for variable in LAUNCHED)
-        return (by_mpi if launched and not asked else by_environment)(url, *arguments, **options)
+        ours = sys.modules.get("cupy_coll.context")
+        begun = ours is not None and ours.CommContext().is_initialized()
+        return (by_mpi if (launched or begun) and not asked else by_environment)(url, *arguments, **options)
 
     handlers["env"] = by_environment_or_mpi
     handlers["mpi"] = by_mpi

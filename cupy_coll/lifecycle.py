@@ -9,6 +9,8 @@ that a member which still waits knows whether what it waits for can come.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import io
 import logging
 import os
 import signal
@@ -576,7 +578,11 @@ def install_exit_hooks(comm: Any) -> None:
     previous = sys.excepthook
 
     def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, value, trace)
+        # torch.distributed's hook, which calls this one, collects in memory what is written, to mark it with the rank:
+        # the job would end before it is shown.
+        collected = isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None
+        with contextlib.redirect_stderr(sys.__stderr__ if collected else sys.stderr):
+            previous(kind, value, trace)
         if hasattr(sys, "ps1") or sys.flags.interactive:
             return
         status = 130 if issubclass(kind, KeyboardInterrupt) else 1

@@ -6,17 +6,20 @@ which position of the sequence each of them is.
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cupy_coll.context import resolve_group
 from cupy_coll.errors import ArgumentError, DTypeError, ShapeError
 from cupy_coll.group import Group
 from cupy_coll.logprob.autograd import VocabParallel, check_chunk_size, check_logits, check_target
 from cupy_coll.logprob.sequences import from_parallel_logits_to_logprobs
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "dtensor_from_parallel_logits_to_logprobs",
@@ -139,14 +142,14 @@ def get_logprobs_from_vocab_parallel_logits(
     """
     function = "get_logprobs_from_vocab_parallel_logits"
     logits = vocab_parallel_logits
-    if not isinstance(logits, DTensor):
+    if not _is_dtensor(logits):
         raise ArgumentError(f"{function}: vocab_parallel_logits is a {type(logits).__name__}, expected a DTensor")
     names = logits.device_mesh.mesh_dim_names or ()
     if TENSOR_DIM not in names:
         raise ArgumentError(f"{function}: the mesh of vocab_parallel_logits has dimensions {names}, expected one 'tp'")
     placement = logits.placements[names.index(TENSOR_DIM)]
     size = logits.device_mesh.size(names.index(TENSOR_DIM))
-    if not (isinstance(placement, Shard) and placement.dim % logits.dim() == logits.dim() - 1) and size > 1:
+    if not placement.is_shard(logits.dim() - 1) and not placement.is_shard(-1) and size > 1:
         raise ArgumentError(
             f"{function}: vocab_parallel_logits has placement {placement} over 'tp', expected Shard({logits.dim() - 1})"
         )
@@ -206,7 +209,7 @@ def get_next_token_logprobs_from_logits(
             f"{function}: sampling_params is {sampling_params!r}, expected None: no top-k and top-p in this version"
         )
     if vocab_parallel_group is None:
-        if isinstance(next_token_logits, DTensor):
+        if _is_dtensor(next_token_logits):
             return get_logprobs_from_vocab_parallel_logits(next_token_logits, input_ids, seq_index, chunk_size)
         if context_parallel_group is not None:
             raise ArgumentError(f"{function}: context_parallel_group is given without vocab_parallel_group")
@@ -267,7 +270,7 @@ class _GatherParts(torch.autograd.Function):
 
 def _context_group(function: str, target: Any) -> Group | None:
     """The group of the dimension "cp" of the target's mesh; None where there is none, or of size 1."""
-    if not isinstance(target, DTensor):
+    if not _is_dtensor(target):
         return None
     mesh = target.device_mesh
     names = mesh.mesh_dim_names or ()
@@ -291,14 +294,20 @@ def _check_seq_index(function: str, seq_index: Any, positions: int, device: torc
     return index.to(device=device, dtype=torch.int64)
 
 
+def _is_dtensor(value: Any) -> TypeGuard[DTensor]:
+    """Whether it is one, without the time to import their module where nobody has imported it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
 def _local(tensor: Any) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if _is_dtensor(tensor) else tensor
 
 
 def _whole(tensor: Any) -> Any:
     """A DTensor's whole value; torch's own communication, and none where it is replicated."""
-    if not isinstance(tensor, DTensor):
+    if not _is_dtensor(tensor):
         return tensor
-    if all(isinstance(placement, Replicate) for placement in tensor.placements):
+    if all(placement.is_replicate() for placement in tensor.placements):
         return tensor.to_local()
     return tensor.full_tensor()
