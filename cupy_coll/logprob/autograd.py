@@ -76,6 +76,8 @@ def gathered(group: Group | None, message: Tensor) -> Tensor:
 def check_logits(function: str, logits: Any, name: str = "vocab_parallel_logits") -> None:
     if not isinstance(logits, Tensor):
         raise ArgumentError(f"{function}: {name} is a {type(logits).__name__}, expected a torch.Tensor")
+    if logits.layout != torch.strided:
+        raise ArgumentError(f"{function}: {name} is a {logits.layout} tensor, expected a dense one")
     if logits.dtype not in _LOGITS_DTYPES:
         raise DTypeError(f"{function}: {name} has dtype {logits.dtype}, expected float16, bfloat16, float32 or float64")
     if logits.dim() == 0:

@@ -51,6 +51,7 @@ def raised(call, size=1):
         ((LOGITS.long(), TARGET, 0, 8), DTypeError, "vocab_parallel_logits has dtype torch.int64"),
         ((LOGITS.numpy(), TARGET, 0, 8), ArgumentError, "vocab_parallel_logits is a ndarray"),
         ((torch.tensor(1.0), TARGET, 0, 8), ShapeError, "is a scalar"),
+        ((LOGITS.to_sparse(), TARGET, 0, 8), ArgumentError, "a torch.sparse_coo tensor, expected a dense one"),
         ((LOGITS, TARGET.float(), 0, 8), DTypeError, "target has dtype torch.float32, expected int64 or int32"),
         ((LOGITS, TARGET.bool(), 0, 8), DTypeError, "target has dtype torch.bool"),
         ((LOGITS, TARGET.tolist(), 0, 8), ArgumentError, "target is a list"),

@@ -40,6 +40,29 @@ SIGNATURES = {
     "gather_jagged_object_lists": "local_objects, group=None",
     "group_all_reduce_sum_with_grad": "x, group",
     "group_all_reduce_sum": "x, group",
+    "distributed_vocab_topk": (
+        "vocab_parallel_logits, k, tp_group, *, vocab_start_index, vocab_end_index, chunk_size=None"
+    ),
+    "gather_logits_at_global_indices": (
+        "vocab_parallel_logits, global_indices, tp_group=None, cp_group=None, *, vocab_start_index, vocab_end_index, "
+        "chunk_size=None"
+    ),
+    "vocab_parallel_log_softmax": "logits, temperature, *, tp_group=None",
+    "vocab_parallel_argmax": "logits, *, tp_group=None",
+    "cp_shift_next": "x, cp_group=None, *, fill",
+    "cp_load_balanced_to_contiguous": "x, *, cp_group=None, seq_dim=1",
+    "get_next_token_logprobs_from_logits": (
+        "input_ids, next_token_logits, seq_index=None, vocab_parallel_rank=None, vocab_parallel_group=None, "
+        "context_parallel_group=None, sampling_params=None, chunk_size=None"
+    ),
+    "get_logprobs_from_vocab_parallel_logits": (
+        "vocab_parallel_logits, input_ids, seq_index=None, chunk_size=None, *, temperature=1.0"
+    ),
+    "dtensor_from_parallel_logits_to_logprobs": (
+        "vocab_parallel_logits, target, vocab_start_index, vocab_end_index, tp_group, inference_only=False, "
+        "seq_index=None, chunk_size=None, *, temperature=1.0"
+    ),
+    "init_torch": "comm=None, *, timeout=1800",
 }
 
 METHODS = {
