@@ -2,7 +2,7 @@
 # Start a Python script on MPI ranks; make the environment that it needs first, where there is none. See --help.
 #
 # Needs bash 4.4, coreutils and util-linux (any Linux), and Python 3.11 with venv.
-# Reads from top to bottom: which Python, its environment, which mpiexec, the command, running it, the tests.
+# Reads from top to bottom: which Python, its environment, which launcher, the command, running it, the tests.
 
 set -euo pipefail
 
@@ -22,7 +22,17 @@ Start a Python script on MPI ranks, setting up what it needs on first use.
                                                     run the tests: in one process, then on 1, 2, 3 and 4 ranks
   ./mpi_launch.sh --setup [--test] [--dev]          only set up; prints the Python to use
 
-  -n N        ranks (default: one a GPU where there are GPUs, else one a core, but at most 4)
+  -n N        ranks (default: as many as the scheduler gave; else one a GPU where there are GPUs, else one a core, but at
+              most 4)
+  --ppn P     ranks a node
+  --hosts H   hosts, separated by commas
+  --hostfile F
+              a file of hosts
+  --bind W    bind each rank to a core, or to none: what the launcher is told; without it, its own choice
+  --env V     pass the variable V on, besides CUPY_COLL_*, NCCL_* and OMP_NUM_THREADS; may be repeated
+  --tag       begin each line of output with its rank
+  --launcher L
+              mpiexec, srun, jsrun or flux; without it, see below
   --setup     set up and stop; with --test also what the tests need, with --dev also the linters
   --test      run the tests (with --setup: only set up for them)
   --slow      with --test: the slow tests too
@@ -38,7 +48,11 @@ Python is the first of
      where nvidia-smi shows a GPU. pip's own settings (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, ...) are respected.
 mpiexec is the one beside that Python, else the first on PATH: MPICH's, Intel's or Open MPI's.
 
-OMP_NUM_THREADS, unless set, becomes cores / ranks, at least 1.
+The ranks are started by --launcher; else, inside a Slurm allocation, by srun where it has what this MPI needs (pmi2 for
+MPICH and Intel MPI, pmix for Open MPI); inside one of LSF by jsrun where there is one; inside a Flux instance by flux;
+else by mpiexec, inside a PBS job with its node file. jsrun and flux have not been tried.
+
+OMP_NUM_THREADS, unless set, becomes cores / ranks on a node, at least 1.
 
 The status is the job's: an exception on any rank ends the job with 1, sys.exit(n) with n. SIGTERM and SIGINT are passed
 on, and the status is then 143 or 130; ranks that still run 15 seconds later, or at a second signal, are killed.
@@ -93,6 +107,16 @@ cuda_extra() {
 
 default_ranks() {
     local gpus cores
+    if [[ -n ${SLURM_NTASKS:-} ]]; then
+        echo "$SLURM_NTASKS"
+        return
+    elif [[ -n ${PBS_NODEFILE:-} ]]; then
+        awk 'NF' "$PBS_NODEFILE" | wc -l
+        return
+    elif [[ -n ${LSB_DJOB_NUMPROC:-} ]]; then
+        echo "$LSB_DJOB_NUMPROC"
+        return
+    fi
     gpus=$(command -v nvidia-smi >/dev/null && gpu_count || echo 0)
     cores=$(nproc)
     if ((gpus > 0)); then
@@ -283,10 +307,11 @@ set_up() {
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which mpiexec, and how it wants to be asked. A launcher is one function launch_NAME that, given the number of ranks,
+# Which launcher, and how it wants to be asked. A launcher is one function launch_NAME that, given the number of ranks,
 # sets COMMAND to the words before the Python.
 
-choose_launcher() {
+# Sets MPIEXEC, and LAUNCHER to its kind.
+choose_mpiexec() {
     local version
     MPIEXEC=$BIN/mpiexec LAUNCHER=hydra
     if [[ ! -x $MPIEXEC ]]; then
@@ -302,24 +327,146 @@ choose_launcher() {
     esac
 }
 
-launch_hydra() { COMMAND=("$MPIEXEC" -n "$1"); }
+# The PMI by which srun starts ranks of mpi4py's MPI; nothing where this Slurm has not got it.
+slurm_pmi() {
+    local library wanted
+    library=$("$PYTHON" -c 'import mpi4py; mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(MPI.Get_library_version())' 2>/dev/null) || true
+    wanted=pmi2
+    [[ $library != *"Open MPI"* ]] || wanted=pmix
+    [[ $(srun --mpi=list 2>&1) != *"$wanted"* ]] || echo "$wanted"
+}
+
+in_slurm() { [[ -n ${SLURM_JOB_ID:-} ]]; }
+
+choose_launcher() {
+    PMI=
+    case ${ASKED:-} in
+    '')
+        if in_slurm && command -v srun >/dev/null; then
+            PMI=$(slurm_pmi)
+            if [[ -n $PMI ]]; then
+                LAUNCHER=srun
+                return
+            fi
+            say "srun lists no PMI for this MPI (srun --mpi=list): starting by mpiexec"
+        elif [[ -n ${LSB_JOBID:-} ]] && command -v jsrun >/dev/null; then
+            LAUNCHER=jsrun
+            return
+        elif [[ -n ${FLUX_URI:-} ]] && command -v flux >/dev/null; then
+            LAUNCHER=flux
+            return
+        fi
+        choose_mpiexec
+        ;;
+    mpiexec) choose_mpiexec ;;
+    *)
+        command -v "$ASKED" >/dev/null || die "--launcher $ASKED: there is no $ASKED on PATH"
+        LAUNCHER=$ASKED
+        if [[ $ASKED == srun ]]; then
+            PMI=$(slurm_pmi)
+            [[ -n $PMI ]] || die "--launcher srun: srun --mpi=list names no PMI for this MPI (pmi2 for MPICH and Intel MPI," \
+                "pmix for Open MPI); use --launcher mpiexec inside the allocation"
+        fi
+        ;;
+    esac
+}
+
+# The file of hosts to give to mpiexec: the user's, or PBS's.
+node_file() { echo "${HOSTFILE:-${PBS_NODEFILE:-}}"; }
+
+# The variables to pass on to other hosts.
+forwarded() {
+    compgen -e | grep -E '^(CUPY_COLL_|NCCL_)' || true
+    echo OMP_NUM_THREADS
+    ((${#VARIABLES[@]} == 0)) || printf '%s\n' "${VARIABLES[@]}"
+}
+
+# It passes the whole environment on by itself.
+launch_hydra() {
+    local file
+    file=$(node_file)
+    COMMAND=("$MPIEXEC" -n "$1")
+    [[ -z $PPN ]] || COMMAND+=(-ppn "$PPN")
+    if [[ -n $HOSTS ]]; then
+        COMMAND+=(-hosts "$HOSTS")
+    elif [[ -n $file ]]; then
+        COMMAND+=(-f "$file")
+    fi
+    [[ -z $BIND ]] || COMMAND+=(-bind-to "$BIND")
+    ((!TAG)) || COMMAND+=(-l)
+}
 
 # More ranks than cores are allowed, as with MPICH, and ranks are not bound, or two would get one core each.
 launch_openmpi() {
-    COMMAND=("$MPIEXEC" -n "$1" --oversubscribe --bind-to none)
+    local file name
+    file=$(node_file)
+    COMMAND=("$MPIEXEC" -n "$1" --oversubscribe --bind-to "${BIND:-none}")
     ((EUID != 0)) || COMMAND+=(--allow-run-as-root)
+    [[ -z $PPN ]] || COMMAND+=(--map-by "ppr:$PPN:node")
+    if [[ -n $HOSTS ]]; then
+        COMMAND+=(--host "$HOSTS")
+    elif [[ -n $file ]]; then
+        COMMAND+=(--hostfile "$file")
+    fi
+    ((!TAG)) || COMMAND+=(--tag-output)
+    if [[ -n $HOSTS || -n $file ]] || in_slurm; then
+        while read -r name; do COMMAND+=(-x "$name"); done < <(forwarded)
+    fi
+}
+
+# Without -K1 a job goes on when one of its ranks is killed.
+launch_srun() {
+    COMMAND=(srun -K1 "--ntasks=$1" "--mpi=$PMI")
+    [[ -z $PPN ]] || COMMAND+=("--ntasks-per-node=$PPN")
+    [[ -z $HOSTS ]] || COMMAND+=("--nodelist=$HOSTS")
+    [[ -z $HOSTFILE ]] || COMMAND+=("--nodefile=$HOSTFILE")
+    case $BIND in
+    core) COMMAND+=(--cpu-bind=cores) ;;
+    none) COMMAND+=(--cpu-bind=none) ;;
+    esac
+    ((!TAG)) || COMMAND+=(--label)
+}
+
+launch_jsrun() {
+    COMMAND=(jsrun --np "$1")
+    ((!TAG)) || COMMAND+=(--stdio_mode prepended)
+    [[ $BIND != none ]] || COMMAND+=(--bind none)
+}
+
+launch_flux() {
+    COMMAND=(flux run -n "$1")
+    [[ -z $PPN ]] || COMMAND+=("--tasks-per-node=$PPN")
+    [[ -z $HOSTS ]] || COMMAND+=("--requires=host:$HOSTS")
+    [[ $BIND != none ]] || COMMAND+=(-o cpu-affinity=off)
+    ((!TAG)) || COMMAND+=(--label-io)
+}
+
+# The number of nodes that the ranks are spread over, as far as it can be known here.
+node_count() {
+    local file
+    file=$(node_file)
+    if [[ -n $HOSTS ]]; then
+        tr , '\n' <<<"$HOSTS" | sort -u | wc -l
+    elif [[ -n $file ]]; then
+        cut -d: -f1 "$file" | awk 'NF { print $1 }' | sort -u | wc -l
+    else
+        echo "${SLURM_JOB_NUM_NODES:-1}"
+    fi
 }
 
 # job_command RANKS WORD...: sets COMMAND. mpi4py's runner ends the whole job when one rank fails; MPI is imported before
 # it, or an exception before the script's own import of MPI would leave the other ranks waiting. An mpiexec of another
 # MPI than mpi4py's starts so many worlds of one rank, with status 0: hence the look at the size.
 job_command() {
-    local ranks=$1 cores
+    local ranks=$1 cores nodes here
     shift
-    cores=$(nproc)
+    cores=$(nproc) nodes=$(node_count)
+    here=${PPN:-$(((ranks + nodes - 1) / nodes))}
     "launch_$LAUNCHER" "$ranks"
     [[ -n ${OMP_NUM_THREADS:-} ]] ||
-        COMMAND=(env "OMP_NUM_THREADS=$((cores > ranks ? cores / ranks : 1))" "${COMMAND[@]}")
+        COMMAND=(env "OMP_NUM_THREADS=$((cores > here ? cores / here : 1))" "${COMMAND[@]}")
     COMMAND+=("$PYTHON" -c "import sys; from mpi4py import MPI, run; n = MPI.COMM_WORLD.size; n == $ranks or \
 sys.exit(f\"mpi_launch.sh: asked for $ranks ranks but MPI counts {n}: mpiexec and mpi4py's MPI are not of one kind (docs/install.md)\"); \
 run.main()" "$@")
@@ -463,6 +610,8 @@ run_tests() {
     FAILED=0 SUMMARY=() SELECTION=$#
     ((!SLOW)) || set -- --slow "$@"
     set_up
+    ASKED=mpiexec # also inside an allocation: the tests make their own groups of ranks on this host
+    unset PBS_NODEFILE
     choose_launcher
     ((DRY_RUN)) || sweep_shm
     cd "$ROOT"
@@ -485,9 +634,39 @@ run_tests() {
 
 # ---------------------------------------------------------------------------------------------------------------------
 
+take_option() {
+    case $1 in
+    --ppn)
+        [[ $2 =~ ^[1-9][0-9]*$ ]] || misuse "--ppn needs a number of ranks, got '$2'"
+        PPN=$2
+        ;;
+    --hosts)
+        [[ $2 =~ ^[^,[:space:]]+(,[^,[:space:]]+)*$ ]] || misuse "--hosts needs hosts separated by commas, got '$2'"
+        HOSTS=$2
+        ;;
+    --hostfile)
+        [[ -r $2 ]] || misuse "--hostfile: cannot read '$2'"
+        HOSTFILE=$2
+        ;;
+    --bind)
+        [[ $2 == core || $2 == none ]] || misuse "--bind needs core or none, got '$2'"
+        BIND=$2
+        ;;
+    --env)
+        [[ $2 =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || misuse "--env needs the name of a variable, got '$2'"
+        VARIABLES+=("$2")
+        ;;
+    --launcher)
+        [[ $2 =~ ^(mpiexec|srun|jsrun|flux)$ ]] || misuse "--launcher needs mpiexec, srun, jsrun or flux, got '$2'"
+        ASKED=$2
+        ;;
+    esac
+}
+
 main() {
     local tool setup=0
     RANKS='' TEST=0 SLOW=0 DEV=0 DRY_RUN=0
+    ASKED='' PPN='' HOSTS='' HOSTFILE='' BIND='' TAG=0 VARIABLES=()
     while (($#)); do
         case $1 in
         --help | -h)
@@ -500,6 +679,12 @@ main() {
             [[ $RANKS =~ ^[1-9][0-9]*$ ]] || misuse "-n needs a number of ranks, got '$RANKS'"
             shift
             ;;
+        --ppn | --hosts | --hostfile | --bind | --env | --launcher)
+            (($# >= 2)) || misuse "$1 needs a value"
+            take_option "$1" "$2"
+            shift
+            ;;
+        --tag) TAG=1 ;;
         --setup) setup=1 ;;
         --test) TEST=1 ;;
         --slow) SLOW=1 ;;
