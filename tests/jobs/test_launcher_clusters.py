@@ -112,6 +112,7 @@ def test_wrong_use(words, message):
     assert message in result.output
 
 
+@pytest.mark.slow  # test_nodes.py has made-up hosts, too
 def test_two_hosts_on_one_machine(tmp_path):
     """hydra's fork launcher takes made-up names for hosts: INTRA_NODE and INTER_NODE are those of two nodes."""
     script = script_file(

@@ -212,7 +212,8 @@ def test_functional_collectives_also_traced(torch_world, size, rank, expect):
     x = torch.full((3,), float(rank))
     expected = torch.full((3,), float(size * (size - 1)) * size)
     expect(functional.wait_tensor(step(x)), expected, "eager")
-    expect(functional.wait_tensor(torch.compile(step, backend="aot_eager")(x)), expected, "traced")
+    if size == 2:  # the compiler takes seconds to import
+        expect(functional.wait_tensor(torch.compile(step, backend="aot_eager")(x)), expected, "traced")
 
 
 def test_models(torch_world, size, rank, expect, tmp_path_factory, share):
