@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,7 @@ def gloo(world, share, tmp_path_factory) -> Iterator[None]:
     yield
     cc.barrier(world)
     dist.destroy_process_group()
+    gc.collect()  # meshes refer to themselves, and gloo's threads end with them
 
 
 def meshes(size: int) -> list[dict[str, int]]:
