@@ -93,7 +93,6 @@ class CommContext:
     _nodes: list[int]
     _serial: int
     _made: list[Group]
-    _spare: list[Group]
     _among: dict[tuple[int, ...], int]
 
     def __new__(cls) -> CommContext:
@@ -109,7 +108,6 @@ class CommContext:
         self._nodes = []
         self._serial = 0
         self._made = []
-        self._spare = []
         self._among = {}
 
     def __enter__(self) -> CommContext:
@@ -342,7 +340,7 @@ class CommContext:
         """The latest group of these ranks in this order; made by them where there is none. Called by its members only.
 
         Args:
-            new: one that nobody else uses: it is made, or was given back (:meth:`give_back`).
+            new: make it in any case, with communicators of its own.
 
         Raises:
             NotInitializedError: the context has not been initialised.
@@ -352,10 +350,8 @@ class CommContext:
         assert self._lifecycle is not None
         own = tuple(ranks)
         self._made = [group for group in self._made if not group.closed]
-        for group in self._made if new else reversed(self._made):
-            if group.ranks == own and (group in self._spare) == new:
-                if new:
-                    self._spare.remove(group)
+        for group in reversed(self._made):
+            if group.ranks == own and not new:
                 return group
         # The world's serial numbers are for what all its ranks make; members count by themselves.
         self._among[own] = self._among.get(own, 0) + 1
@@ -363,11 +359,6 @@ class CommContext:
         group = Group(self._split(own, tag=1), self._lifecycle, own, name, serial, self._world.host_only)
         self._made.append(group)
         return group
-
-    def give_back(self, group: Group) -> None:
-        """Keep a group for the next :meth:`group_among` of its ranks; its members do so, and none waits for another."""
-        if group in self._made:
-            self._spare.append(group)
 
     def _split(self, ranks: tuple[int, ...], tag: int = 0) -> list[Any]:
         parent = self._world.control.comm
