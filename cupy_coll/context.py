@@ -336,8 +336,11 @@ class CommContext:
             self._made.append(group)
         return group
 
-    def group_among(self, ranks: Sequence[int], name: str = "PROCESS_GROUP") -> Group:
+    def group_among(self, ranks: Sequence[int], name: str = "PROCESS_GROUP", *, new: bool = False) -> Group:
         """The latest group of these ranks in this order; made by them where there is none. Called by its members only.
+
+        Args:
+            new: make it in any case, with communicators of its own.
 
         Raises:
             NotInitializedError: the context has not been initialised.
@@ -346,8 +349,9 @@ class CommContext:
         self._require("group_among")
         assert self._lifecycle is not None
         own = tuple(ranks)
+        self._made = [group for group in self._made if not group.closed]
         for group in reversed(self._made):
-            if group.ranks == own and not group.closed:
+            if group.ranks == own and not new:
                 return group
         # The world's serial numbers are for what all its ranks make; members count by themselves.
         self._among[own] = self._among.get(own, 0) + 1

@@ -21,7 +21,7 @@ from cupy_coll import check as checks
 from cupy_coll.collective import broadcast_object_list
 from cupy_coll.context import DEFAULT_TIMEOUT, CommContext
 from cupy_coll.dtypes import Reduction, check_reduction
-from cupy_coll.errors import ArgumentError, GroupError, ShapeError
+from cupy_coll.errors import ArgumentError, CupyCollError, GroupError, ShapeError
 from cupy_coll.group import Group
 from cupy_coll.transport.base import Work
 
@@ -82,12 +82,14 @@ class CupyCollProcessGroup(_ProcessGroup):  # type: ignore[misc]
     Args:
         group: the Group; its order of ranks is the process group's.
         owner: whether the end of this process group ends the context too, because its beginning has begun it.
+        own_group: whether the Group was made for it and ends with it.
     """
 
-    def __init__(self, group: Group, owner: bool = False) -> None:
+    def __init__(self, group: Group, owner: bool = False, own_group: bool = False) -> None:
         super().__init__(group.rank, group.size)
         self.cupy_coll_group = group
         self._owner = owner
+        self._own_group = own_group
         self._name, self._desc = "", ""
         self._coalesced: list[tuple[Work | None, list[Tensor]]] | None = None
 
@@ -134,9 +136,14 @@ class CupyCollProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._cannot("set_timeout", "the timeout is that of init_process_group and of the context")
 
     def shutdown(self) -> None:
-        """End the group; the default one ends the context that it has begun."""
+        """End the group; the default one ends the context that it has begun. Called by all members."""
         if self._owner:
             CommContext().destroy()
+        elif self._own_group:
+            try:
+                self.cupy_coll_group.close()
+            except CupyCollError:  # a member is gone, or the group broken: nobody else frees the communicators
+                self.cupy_coll_group.release(free=False)
 
     abort = shutdown
 
@@ -163,17 +170,20 @@ class CupyCollProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or dist.BroadcastOptions()
         tensor = self._one("broadcast", tensors)
+        self._sound("broadcast", [tensor])
         return self._done(opts, [tensor], lambda t, a: t.broadcast(tensor, opts.rootRank, async_op=a))
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None, timeout: Any = None) -> dist.Work:
         opts = _options(opts, dist.AllreduceOptions)
         tensor = self._one("all_reduce", tensors)
+        self._sound("all_reduce", [tensor])
         op = self._op("all_reduce", tensor, opts.reduceOp)
         return self._done(opts, [tensor], lambda t, a: t.all_reduce(tensor, op, async_op=a))
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or dist.AllreduceCoalescedOptions()
         for tensor in tensors:
+            self._sound("all_reduce", [tensor])
             self._op("all_reduce", tensor, opts.reduceOp)
         op = opts.reduceOp
         return self._several([lambda t, a, x=x: t.all_reduce(x, op, async_op=a) for x in tensors], tensors)
@@ -181,6 +191,7 @@ class CupyCollProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or dist.ReduceOptions()
         tensor = self._one("reduce", tensors)
+        self._sound("reduce", [tensor])
         op = self._op("reduce", tensor, opts.reduceOp)
         return self._done(opts, [tensor], lambda t, a: t.reduce(tensor, opts.rootRank, op, async_op=a))
 
@@ -188,11 +199,13 @@ class CupyCollProcessGroup(_ProcessGroup):  # type: ignore[misc]
         tensor, found = self._one("all_gather", inputs), list(self._one("all_gather", outputs))
         self._expect_members("all_gather", "tensor_list", found)
         self._expect_size("all_gather", found, [tensor.numel()] * len(found))
+        self._sound("all_gather", found, [tensor])
         sources = [tensor] * self.size()
         return self._done(opts, found, lambda t, a: t.all_to_all(found, sources, async_op=a))
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None, timeout: Any = None) -> dist.Work:
         self._expect_size("all_gather_into_tensor", [output], [self.size() * source.numel()])
+        self._sound("all_gather_into_tensor", [output], [source])
         return self._done(opts, [output], lambda t, a: t.all_gather(output, source, async_op=a))
 
     _allgather_base = all_gather_into_tensor = all_gather_single
@@ -201,7 +214,9 @@ class CupyCollProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         self._expect_size("all_gather_into_tensor", outputs, [self.size() * x.numel() for x in inputs])
-        pairs = zip(outputs, inputs, strict=True)
+        pairs = list(zip(outputs, inputs, strict=True))
+        for output, source in pairs:
+            self._sound("all_gather_into_tensor", [output], [source])
         return self._several([lambda t, a, p=p: t.all_gather(*p, async_op=a) for p in pairs], outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -209,6 +224,8 @@ class CupyCollProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
+        for found in output_lists:
+            self._sound("all_gather_coalesced", found, inputs)
         # One list a rank, of one output an input.
         by_input = [[of_rank[index] for of_rank in output_lists] for index in range(len(inputs))]
         calls = [
@@ -224,6 +241,7 @@ class CupyCollProcessGroup(_ProcessGroup):  # type: ignore[misc]
         output, parts = self._one("reduce_scatter", outputs), list(self._one("reduce_scatter", inputs))
         self._expect_members("reduce_scatter", "input_list", parts)
         self._expect_size("reduce_scatter", [output], [parts[self.rank()].numel()])
+        self._sound("reduce_scatter", [output], parts)
         op = self._op("reduce_scatter", output, opts.reduceOp)
         if len({part.numel() for part in parts}) == 1:
             source = torch.stack([part.reshape(-1) for part in parts])
@@ -236,6 +254,7 @@ class CupyCollProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None, timeout: Any = None) -> dist.Work:
         opts = _options(opts, dist.ReduceScatterOptions)
         self._expect_size("reduce_scatter_tensor", [source], [self.size() * output.numel()])
+        self._sound("reduce_scatter_tensor", [output], [source])
         op = self._op("reduce_scatter_tensor", output, opts.reduceOp)
         return self._done(opts, [output], lambda t, a: t.reduce_scatter(output, source, op, async_op=a))
 
@@ -246,9 +265,10 @@ class CupyCollProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work:
         opts = _options(opts, dist.ReduceScatterOptions)
         self._expect_size("reduce_scatter_tensor", inputs, [self.size() * x.numel() for x in outputs])
-        for output in outputs:
-            self._op("reduce_scatter_tensor", output, opts.reduceOp)
-        op, pairs = opts.reduceOp, zip(outputs, inputs, strict=True)
+        op, pairs = opts.reduceOp, list(zip(outputs, inputs, strict=True))
+        for output, source in pairs:
+            self._sound("reduce_scatter_tensor", [output], [source])
+            self._op("reduce_scatter_tensor", output, op)
         return self._several([lambda t, a, p=p: t.reduce_scatter(*p, op, async_op=a) for p in pairs], outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -260,6 +280,7 @@ class CupyCollProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if root:
             self._expect_members("gather", "gather_list", found)
             self._expect_size("gather", found, [tensor.numel()] * len(found))
+        self._sound("gather", found, [tensor])
         return self._done(
             opts, found, lambda t, a: t.gather(tensor, found if root else None, opts.rootRank, async_op=a), tensor
         )
@@ -271,6 +292,7 @@ class CupyCollProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if root:
             self._expect_members("scatter", "scatter_list", parts)
             self._expect_size("scatter", parts, [tensor.numel()] * len(parts))
+        self._sound("scatter", [tensor], parts)
         return self._done(
             opts, [tensor], lambda t, a: t.scatter(tensor, parts if root else None, opts.rootRank, async_op=a)
         )
@@ -278,6 +300,7 @@ class CupyCollProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         for name, tensors in (("output_tensor_list", outputs), ("input_tensor_list", inputs)):
             self._expect_members("all_to_all", name, tensors)
+        self._sound("all_to_all", outputs, inputs)
         return self._done(opts, list(outputs), lambda t, a: t.all_to_all(list(outputs), list(inputs), async_op=a))
 
     def all_to_all_single(
@@ -289,6 +312,7 @@ class CupyCollProcessGroup(_ProcessGroup):  # type: ignore[misc]
         opts: Any = None,
         timeout: Any = None,
     ) -> dist.Work:
+        self._sound("all_to_all_single", [output], [source])
         found = self._cut("output_split_sizes", output, output_split_sizes)
         parts = self._cut("input_split_sizes", source, input_split_sizes)
         return self._done(opts, [output], lambda t, a: t.all_to_all(found, parts, async_op=a), output)
@@ -297,11 +321,13 @@ class CupyCollProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> dist.Work:
         tensor = self._one("send", tensors)
+        self._sound("send", [], [tensor])
         self._no_tag("send", tag)
         return self._done(None, [tensor], lambda t, a: t.send(tensor, dst, async_op=True))
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> dist.Work:
         tensor = self._one("recv", tensors)
+        self._sound("recv", [tensor])
         self._no_tag("recv", tag)
         return self._done(None, [tensor], lambda t, a: t.recv(tensor, src, async_op=True))
 
@@ -345,6 +371,19 @@ class CupyCollProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if len(tensors) != 1:
             raise ArgumentError(f"{function}: got {len(tensors)} tensors, expected one a process")
         return tensors[0]
+
+    def _sound(self, function: str, written: Sequence[Tensor], read: Sequence[Tensor] = ()) -> None:
+        """Refuse, before anything is sent, what would be sent or written wrongly."""
+        checks.open_group(function, self.cupy_coll_group)
+        tensors = [("output", tensor, True) for tensor in written] + [("input", tensor, False) for tensor in read]
+        first = tensors[0][1]
+        for name, tensor, is_written in tensors:
+            checks.storage(function, name, tensor, is_written)
+            if (tensor.dtype, tensor.device) != (first.dtype, first.device):
+                raise ArgumentError(
+                    f"{function}: {name} is {checks.describe(tensor)}, expected the dtype and device of the others, "
+                    f"{checks.describe(first)}"
+                )
 
     def _op(self, function: str, tensor: Tensor, op: Reduction) -> Reduction:
         check_reduction(function, tensor.dtype, op)
@@ -411,7 +450,8 @@ def create(options: Any, _: Any = None) -> CupyCollProcessGroup:
                 f"{world.rank} of {world.size}; leave both out"
             )
         return CupyCollProcessGroup(world, owner)
-    return CupyCollProcessGroup(context.group_among(ranks))
+    # torch's groups are independent of each other also where they have the same ranks: threads rely on that.
+    return CupyCollProcessGroup(context.group_among(ranks, new=True), own_group=True)
 
 
 def rendezvous(url: str = "", timeout: timedelta = timedelta(seconds=DEFAULT_TIMEOUT), **_: Any) -> Iterator[Any]:

@@ -166,6 +166,43 @@ def test_groups_meet(torch_world, world, group_of, size, rank, expect, raises_ev
             cc.all_reduce(torch.ones(1), mesh)
 
 
+def test_groups_of_the_same_ranks_are_independent(torch_world, world, size, rank, expect):
+    """Members may take two groups in different orders, as two threads would; each has its own communicators."""
+    groups = [dist.new_group(list(range(size))) for _ in range(2)]
+    ours = [group.cupy_coll_group for group in groups]
+    expect(len({id(group) for group in (world, *ours)}), 3)
+    tensors = [torch.full((2,), 10.0**index) for index in range(2)]
+    order = (0, 1) if rank % 2 == 0 else (1, 0)
+    works = [dist.all_reduce(tensors[index], group=groups[index], async_op=True) for index in order]
+    for work in works:
+        work.wait()
+    expect([tensor[0].item() for tensor in tensors], [size * 1.0, size * 10.0])
+    dist.destroy_process_group(groups[0])
+    expect([group.closed for group in (world, *ours)], [False, True, False], "gives its communicators back")
+    dist.all_reduce(tensors[1], group=groups[1])
+    expect(tensors[1][0].item(), size**2 * 10.0, "the other one goes on")
+
+
+def test_tensors_that_do_not_belong_together(torch_world, size, expect, raises_everywhere):
+    """Refused before anything is sent: the next call works."""
+    pg = dist.group.WORLD
+    wide, narrow = torch.ones(size * 4), torch.zeros(size * 4, dtype=torch.int16)
+    with raises_everywhere(cc.ArgumentError, "all_gather_into_tensor: input is .* float32.*, expected the dtype"):
+        dist.all_gather_into_tensor(narrow, wide[:4])
+    with raises_everywhere(cc.ArgumentError, "reduce_scatter_tensor: input is .* float32.*, expected the dtype"):
+        dist.reduce_scatter_tensor(narrow[:4], wide)
+    with raises_everywhere(cc.ArgumentError, "all_to_all_single: input is .* float32.*, expected the dtype"):
+        pg.all_to_all_single(narrow, wide)
+    with raises_everywhere(cc.ArgumentError, "reduce_scatter_tensor: input is .* float32.*, expected the dtype"):
+        pg.reduce_scatter_single_coalesced([narrow[:4]], [wide])
+    with raises_everywhere(cc.ShapeError, "all_reduce: output is written, but its elements share memory"):
+        dist.all_reduce(torch.zeros(1).expand(4))
+    with raises_everywhere(cc.ArgumentError, "broadcast: output must be a dense tensor in memory"):
+        dist.broadcast(torch.zeros(3, device="meta"), 0)
+    dist.all_reduce(wide)
+    expect(wide[0].item(), float(size), "and the next call works")
+
+
 def test_what_cannot_work_says_so(torch_world, size, rank, raises_everywhere, expect):
     pg = dist.group.WORLD
     with raises_everywhere(cc.GroupError, "split_group cannot be used.*new_group"):
