@@ -93,6 +93,7 @@ class CommContext:
     _nodes: list[int]
     _serial: int
     _made: list[Group]
+    _spare: list[Group]
     _among: dict[tuple[int, ...], int]
 
     def __new__(cls) -> CommContext:
@@ -108,6 +109,7 @@ class CommContext:
         self._nodes = []
         self._serial = 0
         self._made = []
+        self._spare = []
         self._among = {}
 
     def __enter__(self) -> CommContext:
@@ -340,7 +342,7 @@ class CommContext:
         """The latest group of these ranks in this order; made by them where there is none. Called by its members only.
 
         Args:
-            new: make it in any case, with communicators of its own.
+            new: one that nobody else uses: it is made, or was given back (:meth:`give_back`).
 
         Raises:
             NotInitializedError: the context has not been initialised.
@@ -350,8 +352,10 @@ class CommContext:
         assert self._lifecycle is not None
         own = tuple(ranks)
         self._made = [group for group in self._made if not group.closed]
-        for group in reversed(self._made):
-            if group.ranks == own and not new:
+        for group in self._made if new else reversed(self._made):
+            if group.ranks == own and (group in self._spare) == new:
+                if new:
+                    self._spare.remove(group)
                 return group
         # The world's serial numbers are for what all its ranks make; members count by themselves.
         self._among[own] = self._among.get(own, 0) + 1
@@ -359,6 +363,11 @@ class CommContext:
         group = Group(self._split(own, tag=1), self._lifecycle, own, name, serial, self._world.host_only)
         self._made.append(group)
         return group
+
+    def give_back(self, group: Group) -> None:
+        """Keep a group for the next :meth:`group_among` of its ranks; its members do so, and none waits for another."""
+        if group in self._made:
+            self._spare.append(group)
 
     def _split(self, ranks: tuple[int, ...], tag: int = 0) -> list[Any]:
         parent = self._world.control.comm

@@ -21,7 +21,7 @@ from cupy_coll import check as checks
 from cupy_coll.collective import broadcast_object_list
 from cupy_coll.context import DEFAULT_TIMEOUT, CommContext
 from cupy_coll.dtypes import Reduction, check_reduction
-from cupy_coll.errors import ArgumentError, CupyCollError, GroupError, ShapeError
+from cupy_coll.errors import ArgumentError, GroupError, ShapeError
 from cupy_coll.group import Group
 from cupy_coll.transport.base import Work
 
@@ -82,7 +82,7 @@ class CupyCollProcessGroup(_ProcessGroup):  # type: ignore[misc]
     Args:
         group: the Group; its order of ranks is the process group's.
         owner: whether the end of this process group ends the context too, because its beginning has begun it.
-        own_group: whether the Group was made for it and ends with it.
+        own_group: whether the Group was made for it, and is another's after its end.
     """
 
     def __init__(self, group: Group, owner: bool = False, own_group: bool = False) -> None:
@@ -136,14 +136,13 @@ class CupyCollProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._cannot("set_timeout", "the timeout is that of init_process_group and of the context")
 
     def shutdown(self) -> None:
-        """End the group; the default one ends the context that it has begun. Called by all members."""
+        """End the group; the default one ends the context that it has begun."""
         if self._owner:
             CommContext().destroy()
         elif self._own_group:
-            try:
-                self.cupy_coll_group.close()
-            except CupyCollError:  # a member is gone, or the group broken: nobody else frees the communicators
-                self.cupy_coll_group.release(free=False)
+            # Closing it would wait for members that may have left without a word, as torch's users do.
+            CommContext().give_back(self.cupy_coll_group)
+            self._own_group = False
 
     abort = shutdown
 

@@ -178,7 +178,9 @@ def test_groups_of_the_same_ranks_are_independent(torch_world, world, size, rank
         work.wait()
     expect([tensor[0].item() for tensor in tensors], [size * 1.0, size * 10.0])
     dist.destroy_process_group(groups[0])
-    expect([group.closed for group in (world, *ours)], [False, True, False], "gives its communicators back")
+    again = [dist.new_group(list(range(size))).cupy_coll_group for _ in range(2)]
+    expect(again[0] is ours[0], True, "communicators are given back, and used again")
+    expect(again[1] in (world, *ours), False, "those in use are not")
     dist.all_reduce(tensors[1], group=groups[1])
     expect(tensors[1][0].item(), size**2 * 10.0, "the other one goes on")
 
