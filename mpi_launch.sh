@@ -52,7 +52,7 @@ The ranks are started by --launcher; else, inside a Slurm allocation, by srun wh
 MPICH and Intel MPI, pmix for Open MPI); inside one of LSF by jsrun where there is one; inside a Flux instance by flux;
 else by mpiexec, inside a PBS job with its node file. jsrun and flux have not been tried.
 
-OMP_NUM_THREADS, unless set, becomes cores / ranks on a node, at least 1.
+OMP_NUM_THREADS, unless set, becomes SLURM_CPUS_PER_TASK, or this host's cores / ranks on a node, at least 1.
 
 The status is the job's: an exception on any rank ends the job with 1, sys.exit(n) with n. SIGTERM and SIGINT are passed
 on, and the status is then 143 or 130; ranks that still run 15 seconds later, or at a second signal, are killed.
@@ -86,7 +86,9 @@ quoted() {
 gpu_count() {
     if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
         local -a visible
-        IFS=, read -ra visible <<<"$CUDA_VISIBLE_DEVICES"
+        local list=,$CUDA_VISIBLE_DEVICES
+        list=${list%%,-*} # CUDA reads no further than a negative number
+        IFS=, read -ra visible <<<"${list#,}"
         echo "${#visible[@]}"
     else
         nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true
@@ -420,6 +422,8 @@ launch_openmpi() {
 launch_srun() {
     COMMAND=(srun -K1 "--ntasks=$1" "--mpi=$PMI")
     [[ -z $PPN ]] || COMMAND+=("--ntasks-per-node=$PPN")
+    # sbatch's does not reach srun by itself (Slurm 22.05 and later).
+    [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || COMMAND+=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
     [[ -z $HOSTS ]] || COMMAND+=("--nodelist=$HOSTS")
     [[ -z $HOSTFILE ]] || COMMAND+=("--nodefile=$HOSTFILE")
     case $BIND in
@@ -429,13 +433,25 @@ launch_srun() {
     ((!TAG)) || COMMAND+=(--label)
 }
 
+# refuse LAUNCHER OPTION VALUE...: an option that has a value, which this launcher would have to be told in another way.
+refuse() {
+    local launcher=$1
+    shift
+    while (($#)); do
+        [[ -z $2 ]] || misuse "$1 is not passed on to $launcher; use --launcher mpiexec, or ask the scheduler for it"
+        shift 2
+    done
+}
+
 launch_jsrun() {
+    refuse jsrun --ppn "$PPN" --hosts "$HOSTS" --hostfile "$HOSTFILE" --bind "${BIND#none}"
     COMMAND=(jsrun --np "$1")
     ((!TAG)) || COMMAND+=(--stdio_mode prepended)
     [[ $BIND != none ]] || COMMAND+=(--bind none)
 }
 
 launch_flux() {
+    refuse flux --hostfile "$HOSTFILE" --bind "${BIND#none}"
     COMMAND=(flux run -n "$1")
     [[ -z $PPN ]] || COMMAND+=("--tasks-per-node=$PPN")
     [[ -z $HOSTS ]] || COMMAND+=("--requires=host:$HOSTS")
@@ -466,7 +482,7 @@ job_command() {
     here=${PPN:-$(((ranks + nodes - 1) / nodes))}
     "launch_$LAUNCHER" "$ranks"
     [[ -n ${OMP_NUM_THREADS:-} ]] ||
-        COMMAND=(env "OMP_NUM_THREADS=$((cores > here ? cores / here : 1))" "${COMMAND[@]}")
+        COMMAND=(env "OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-$((cores > here ? cores / here : 1))}" "${COMMAND[@]}")
     COMMAND+=("$PYTHON" -c "import sys; from mpi4py import MPI, run; n = MPI.COMM_WORLD.size; n == $ranks or \
 sys.exit(f\"mpi_launch.sh: asked for $ranks ranks but MPI counts {n}: mpiexec and mpi4py's MPI are not of one kind (docs/install.md)\"); \
 run.main()" "$@")

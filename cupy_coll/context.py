@@ -347,6 +347,7 @@ class CommContext:
         Raises:
             NotInitializedError: the context has not been initialised.
             TransportError: MPI has no more communicators.
+            PeerError: a member has left. Where one does not come within the timeout, the job ends with a report.
         """
         self._require("group_among")
         assert self._lifecycle is not None
@@ -360,6 +361,7 @@ class CommContext:
         # The world's serial numbers are for what all its ranks make; members count by themselves.
         self._among[own] = self._among.get(own, 0) + 1
         serial = f"{'.'.join(map(str, own))}:{self._among[own]}"
+        self._lifecycle.meet(f"making the group {name} {list(own)}", serial, own)
         group = Group(self._split(own, tag=1), self._lifecycle, own, name, serial, self._world.host_only)
         self._made.append(group)
         return group

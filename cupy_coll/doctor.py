@@ -65,10 +65,8 @@ def run(for_programs: bool = False, timeout: float = TIMEOUT) -> int:
     Returns:
         The exit status: 1 where there is a problem.
     """
-    for category in (
-        RuntimeWarning,
-        UserWarning,
-    ):  # mpi4py's of a foreign launcher, CuPy's of no NCCL: the report has them
+    # mpi4py warns of a foreign launcher, CuPy of no NCCL: the report has both.
+    for category in (RuntimeWarning, UserWarning):
         warnings.simplefilter("ignore", category)
     facts = local_facts()
     show = _Printer(for_programs)

@@ -153,12 +153,14 @@ class Lifecycle:
         self._expired: set[Hashable] = set()
         self._answers: dict[int, tuple[Notice, str]] = {}
         self._ending: dict[int, str] = {}  # who is about to end the whole job, and how
+        self._here: dict[str, set[int]] = {}  # who has come to a meeting
         self.mailbox.handlers |= {
             "gone": self._take_notice,
             "query": self._answer,
             "answer": self._take_answer,
             "abort": self._take_abort,
             "ending": lambda source, how: self._ending.update({source: how}),
+            "here": lambda source, key: self._here.setdefault(key, set()).add(source),
         }
         _set_current(self)
         _dump_on_signal()
@@ -292,6 +294,32 @@ class Lifecycle:
             if waited > PATIENCE:
                 time.sleep(min(NAP, waited / 8))
         return True
+
+    def meet(self, what: str, key: str, ranks: Sequence[int]) -> None:
+        """Wait until all of ``ranks`` have come here: what they call next waits inside MPI, without a limit.
+
+        Args:
+            what: it in words.
+            key: the same on all of them, and never used again.
+
+        Raises:
+            PeerError: one of them has departed.
+        """
+        with self.lock:
+            self.mailbox.post("here", key, ranks)
+            here = self._here.setdefault(key, set())
+        others = set(ranks) - {self.mailbox.rank}
+        if not self.wait_until(
+            lambda: here >= others,
+            lambda departed: sorted((others - here) & departed.keys()),
+            lambda: what,
+            self.timeout,
+        ):
+            states = self.states(ranks)
+            report = f"{what}: not ended after {self.timeout:g} s{self.states_in_words(ranks, states)}"
+            # Whoever comes later finds this rank's message, and would wait for it inside MPI.
+            self.end_job(CommTimeoutError(report))
+        del self._here[key]
 
     def given_up(self, operation: Waitable) -> bool:
         """Whether another process' time for it is over."""

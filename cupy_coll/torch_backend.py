@@ -223,7 +223,9 @@ class CupyCollProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
+        self._expect_members("all_gather_coalesced", "output_tensor_lists", output_lists)
         for found in output_lists:
+            self._expect_size("all_gather_coalesced", found, [x.numel() for x in inputs])
             self._sound("all_gather_coalesced", found, inputs)
         # One list a rank, of one output an input.
         by_input = [[of_rank[index] for of_rank in output_lists] for index in range(len(inputs))]
@@ -392,18 +394,22 @@ class CupyCollProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if tag:
             self._cannot(f"{function} with tag {tag}", "messages between two ranks arrive in the order of their sends")
 
-    def _expect_members(self, function: str, name: str, tensors: Sequence[Tensor]) -> None:
+    def _expect_members(self, function: str, name: str, tensors: Sequence[Any]) -> None:
         if len(tensors) != self.size():
             raise ArgumentError(f"{function}: {name} has {len(tensors)} tensors, expected one a rank, {self.size()}")
 
     def _expect_size(self, function: str, tensors: Sequence[Tensor], counts: Sequence[int]) -> None:
+        if len(tensors) != len(counts):
+            raise ArgumentError(f"{function}: got {len(tensors)} and {len(counts)} tensors, expected as many of each")
         for tensor, count in zip(tensors, counts, strict=True):
             if tensor.numel() != count:
                 raise ShapeError(f"{function}: a tensor is {checks.describe(tensor)}, expected {count} elements")
 
     def _cut(self, name: str, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        if tensor.dim() == 0:
+            raise ShapeError("all_to_all_single: a tensor is a scalar, expected at least one dimension")
         if not sizes:
-            if tensor.shape[:1].numel() % self.size():
+            if tensor.shape[0] % self.size():
                 raise ShapeError(
                     f"all_to_all_single: a tensor is {checks.describe(tensor)}, expected {self.size()} x n rows"
                 )
@@ -428,7 +434,20 @@ def _options(opts: Any, kind: Any) -> Any:
 # ---------------------------------------------------------------------- beginning
 
 
-_adopted = threading.local()
+_adopted = threading.local()  # .group: what Group.torch() is being called on
+_begun: Any = None  # the lifecycle of a context that torch.distributed has begun, and so ends
+
+
+def _begin(timeout: float | timedelta, comm: Any = None) -> Group:
+    """The world, in the context that there is, else in a new one."""
+    global _begun
+    context = CommContext()
+    if not context.is_initialized():
+        context.init_distributed_env(timeout=timeout, comm=comm)
+        _begun = context._lifecycle
+    world = context.get_group("GLOBAL")
+    assert world is not None, "every rank is in it"
+    return world
 
 
 def create(options: Any, _: Any = None) -> CupyCollProcessGroup:
@@ -438,30 +457,21 @@ def create(options: Any, _: Any = None) -> CupyCollProcessGroup:
         return CupyCollProcessGroup(group)
     context, ranks = CommContext(), tuple(options.global_ranks_in_group)
     if not ranks:  # the default group
-        owner = not context.is_initialized() or getattr(_adopted, "owner", False)
-        if not context.is_initialized():
-            context.init_distributed_env(timeout=options.timeout)
-        world = context.get_group("GLOBAL")
-        assert world is not None, "every rank is in it"
+        world = _begin(options.timeout)
         if (world.rank, world.size) != (options.group_rank, options.group_size):
             raise ArgumentError(
                 f"init_process_group: rank {options.group_rank} of {options.group_size}, but MPI says rank "
                 f"{world.rank} of {world.size}; leave both out"
             )
-        return CupyCollProcessGroup(world, owner)
+        return CupyCollProcessGroup(world, owner=context._lifecycle is _begun)
     # torch's groups are independent of each other also where they have the same ranks: threads rely on that.
     return CupyCollProcessGroup(context.group_among(ranks, new=True), own_group=True)
 
 
 def rendezvous(url: str = "", timeout: timedelta = timedelta(seconds=DEFAULT_TIMEOUT), **_: Any) -> Iterator[Any]:
     """The store, rank and size of a job that MPI started: rank 0 makes the store, and tells the others where it is."""
-    context = CommContext()
-    _adopted.owner = not context.is_initialized()
-    if not context.is_initialized():
-        context.init_distributed_env(timeout=timeout)
-    world = context.get_group("GLOBAL")
-    assert world is not None, "every rank is in it"
-    yield _store(world, context, timeout), world.rank, world.size
+    world = _begin(timeout)
+    yield _store(world, CommContext(), timeout), world.rank, world.size
     raise RuntimeError("an MPI job has one rendezvous")
 
 
@@ -498,19 +508,11 @@ def init_torch(comm: Any = None, *, timeout: float | timedelta = DEFAULT_TIMEOUT
     context = CommContext()
     if context.is_initialized() and comm is not None:
         raise GroupError(f"{function}: comm is given, but the context is initialised already; destroy() it first")
-    owner = not context.is_initialized()
-    if owner:
-        context.init_distributed_env(timeout=timeout, comm=comm)
-    world = context.get_group("GLOBAL")
-    assert world is not None, "every rank is in it"
+    world = _begin(timeout, comm)
     limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    _adopted.owner = owner
-    try:
-        dist.init_process_group(
-            NAME, store=_store(world, context, limit), rank=world.rank, world_size=world.size, timeout=limit
-        )
-    finally:
-        _adopted.owner = False
+    dist.init_process_group(
+        NAME, store=_store(world, context, limit), rank=world.rank, world_size=world.size, timeout=limit
+    )
 
 
 def process_group_of(group: Group) -> dist.ProcessGroup:

@@ -215,6 +215,7 @@ def merge_tiles(tiles: Tensor, scale: float) -> Tensor:
     return torch.stack(merged, -1)
 
 
+@torch.inference_mode()  # views of blocks cost less where autograd does not watch them
 def _write_partials(
     blocks: Iterable[Tensor], sizes: list[int], buffers: list[Tensor], scale: float, out: Tensor
 ) -> None:
@@ -318,6 +319,7 @@ def shard_message(
         scale: 1 / temperature.
         chunk_size: bounds the rows of a block.
     """
+    logits = logits.detach()
     rows = Rows(logits)
     active = None
     target_logit = torch.zeros(rows.count, layout.targets, dtype=layout.dtype, device=logits.device)

@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 
+@torch.inference_mode()  # views of blocks cost less where autograd does not watch them
 def _sweep(
     rows: Rows,
     source: Tensor,
@@ -165,6 +166,7 @@ def write_gradient(
         result: written; columns past ``width`` get zeros. Its dtype is the logits'.
         maximum, log_sum, entropy: [...] as merged; ``entropy`` is needed where its gradient is not None.
     """
+    logits = logits.detach()
     rows = Rows(logits)
 
     def column(values: Tensor) -> Tensor:

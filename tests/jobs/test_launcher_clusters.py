@@ -57,6 +57,20 @@ def test_slurm(cluster):
     assert Path(words[0]).name == "mpiexec"
 
 
+def test_slurm_cores_of_a_task(cluster):
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "6"}
+    words = cluster(commands={"srun": "none pmi2"}, **slurm)
+    assert words[:2] == ["env", "OMP_NUM_THREADS=6"]
+    assert words[2:] == ["srun", "-K1", "--ntasks=8", "--mpi=pmi2", "--cpus-per-task=6"]
+
+
+@pytest.mark.parametrize(("visible", "ranks"), [("0,1,2", 3), ("0,-1,2", 1), ("-1", None), ("GPU-a-1,MIG-b", 2)])
+def test_visible_gpus(cluster, visible, ranks):
+    """One rank a GPU; CUDA reads its list up to a negative number."""
+    words = after_threads(cluster(commands={"nvidia-smi": "GPU 0: x"}, CUDA_VISIBLE_DEVICES=visible))
+    assert words[2] == str(ranks or min(4, len(os.sched_getaffinity(0))))
+
+
 def test_slurm_without_the_pmi_of_this_mpi(cluster):
     variables = {"SLURM_JOB_ID": "7"}
     words = after_threads(cluster("-n", "4", commands={"srun": "none pmix_v4"}, **variables))
@@ -81,6 +95,10 @@ def test_pbs(cluster, tmp_path):
 def test_lsf_and_flux(cluster):
     words = after_threads(cluster("--tag", commands={"jsrun": ""}, LSB_JOBID="3", LSB_DJOB_NUMPROC="8"))
     assert words == ["jsrun", "--np", "8", "--stdio_mode", "prepended"]
+    for options in (["--ppn", "4"], ["--hosts", "a,b"], ["--bind", "core"]):
+        result = cluster.result_of("-n", "8", *options, commands={"jsrun": ""}, LSB_JOBID="3")
+        assert result.status == 2
+        assert f"{options[0]} is not passed on to jsrun" in result.output
     words = after_threads(cluster("-n", "8", "--ppn", "4", commands={"flux": ""}, FLUX_URI="local:///x"))
     assert words == ["flux", "run", "-n", "8", "--tasks-per-node=4"]
 

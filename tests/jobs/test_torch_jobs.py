@@ -32,6 +32,35 @@ def test_a_rank_that_fails_ends_the_job(job, leave):
         assert "ValueError: on purpose" in result.output
 
 
+GROUP_JOB = """
+import datetime, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("cupy_coll", timeout=datetime.timedelta(seconds=3))
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 0:
+    dist.new_group([0, 1], use_local_synchronization=True)
+    print("passed", flush=True)
+else:
+    {instead}
+"""
+
+
+@pytest.mark.parametrize(
+    ("instead", "error"),
+    [("time.sleep(60)", "not ended after 3 s"), ("pass", "PeerError")],
+    ids=["never comes", "has left"],
+)
+def test_a_group_that_a_member_does_not_make(job, instead, error):
+    result = job(GROUP_JOB.format(instead=instead), limit=40)
+    assert result.status != 0, result.output
+    assert result.seconds < 30, result.output
+    assert "passed" not in result.output
+    assert error in result.output
+    assert "making the group PROCESS_GROUP [0, 1]" in result.output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_examples(ranks):
