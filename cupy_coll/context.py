@@ -179,7 +179,7 @@ class CommContext:
         lifecycle = Lifecycle(_duplicate_when_all_have_come(base, limit), limit)
         host_only = backend in HOST_BACKENDS
         everybody = tuple(range(base.size))
-        world = Group(_communicators(base.Dup), lifecycle, everybody, CommMode.GLOBAL, 0, host_only)
+        world = Group(_communicators(lambda: _duplicate(base)), lifecycle, everybody, CommMode.GLOBAL, 0, host_only)
         try:
             sent = (backend, limit, checked), uuid.uuid4().hex
             received = all_gather_objects(world.objects, function, "arguments", sent, error)
@@ -621,8 +621,8 @@ def _communicators(make: Callable[[], Any]) -> list[Any]:
     made: list[Any] = []
     try:
         made.append(make())
-        made += [made[0].Dup()]
-        made += [made[0].Dup()]
+        made += [_duplicate(made[0])]
+        made += [_duplicate(made[0])]
     except MPI.Exception as error:
         for comm in made:
             comm.Free()
@@ -634,6 +634,14 @@ def _communicators(make: Callable[[], Any]) -> list[Any]:
             text,
         ) from error
     return made
+
+
+def _duplicate(comm: Any) -> Any:
+    """A duplicate of a communicator. Where ranks share cores, MPI's own waiting takes them from those it waits for."""
+    duplicate, request = comm.Idup()
+    while not request.Test():
+        os.sched_yield()
+    return duplicate
 
 
 def _barrier(channel: Channel) -> Steps:
