@@ -48,8 +48,9 @@ def main() -> None:
             + "".join(f"{name + ' us':>12}" for name in names)
             + f"{'gloo/ours':>12}{'mpi4py/ours':>12}"
         )
-    nbytes = 8
-    while nbytes <= arguments.largest << 20:
+    for nbytes in (8, *(64 << 2 * i for i in range(11))):
+        if nbytes > arguments.largest << 20:
+            break
         tensor = torch.zeros(nbytes // 4)
         repeats = max(1, min(200, LONG_ENOUGH // nbytes))
         seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -69,7 +70,6 @@ def main() -> None:
             ratios = [statistics.median(b / a for a, b in zip(times["ours"], times[n], strict=True)) for n in names[1:]]
             row = "".join(f"{statistics.median(times[name]) * 1e6:>12.1f}" for name in names)
             print(f"{nbytes:>10}{row}" + "".join(f"{ratio:>12.2f}" for ratio in ratios), flush=True)
-        nbytes *= 8
     dist.destroy_process_group()
 
 
