@@ -39,6 +39,7 @@ def test_a_short_run(job: Callable[..., Finished]) -> None:
     assert set(wrong) == {"0"}
 
 
+@pytest.mark.slow
 def test_a_wrong_value(job: Callable[..., Finished]) -> None:
     """In one element of what rank 1 gets by a broadcast: named, with how to run that operation again, and status 1."""
     result = job(

@@ -62,6 +62,7 @@ def test_destroy(nccl_job):
     assert done.output.count("right") == 2
 
 
+@pytest.mark.slow
 def test_forgotten_destroy(nccl_job):
     """The end of the program finishes what is in flight and gives up the communicators; nothing hangs."""
     done = nccl_job("""
@@ -202,6 +203,7 @@ def test_init_that_fails_on_one_rank(nccl_job):
     assert done.seconds < 25
 
 
+@pytest.mark.slow
 def test_init_that_fails_and_is_caught(nccl_job):
     """The others are inside NCCL and cannot come back: their deadline ends the job."""
     done = nccl_job("""

@@ -186,6 +186,7 @@ def test_one_and_four_ranks_learn_alike(job: Callable[..., Finished], tmp_path: 
     assert one["tokens"]["supervised"] == 16 * 16 * 32
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_numbers(job: Callable[..., Finished], tmp_path: Path) -> None:
     first, second = (
         metrics_of(job, tmp_path / name, 2, "--tp", "2", "--seed", "3", steps=(16, 2)) for name in ("first", "second")
