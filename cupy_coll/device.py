@@ -6,11 +6,30 @@ import contextlib
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib import resources
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 
-__all__ = ["CudaDevice", "Device", "Event", "Stream", "devices", "installed", "is_cupy", "mark_as_cupy", "owner_of"]
+from cupy_coll.errors import TransportError
+
+__all__ = [
+    "CudaDevice",
+    "Device",
+    "Event",
+    "Geometry",
+    "Kernel",
+    "KernelArgument",
+    "Stream",
+    "devices",
+    "installed",
+    "is_cupy",
+    "mark_as_cupy",
+    "owner_of",
+]
 
 # Whatever the device makes them: torch.cuda's, or a test's. Only the device looks inside.
 Stream: TypeAlias = Any
@@ -18,6 +37,48 @@ Event: TypeAlias = Any
 
 _CUPY = "_cupy_coll_is_cupy"
 _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+KernelArgument: TypeAlias = torch.Tensor | np.generic | None
+"""A tensor stands for the address of its first element, None for a null pointer."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of ``kernels/``, compiled when it is first launched.
+
+    Attributes:
+        name: the function, and the file without ``.cu``.
+        arguments: of the template, such as ``Bf16, 16, true``.
+    """
+
+    name: str
+    arguments: str
+
+    OPTIONS = ("-std=c++17",)
+
+    @cached_property
+    def expression(self) -> str:
+        """What C++ calls this instance."""
+        return f"{self.name}<{self.arguments}>"
+
+    @cached_property
+    def source(self) -> str:
+        """The whole text, what it includes in place: CuPy's cache on disk knows a kernel by its text alone."""
+        return _text_of(f"{self.name}.cu").replace('#include "common.cuh"', _text_of("common.cuh"))
+
+
+@cache
+def _text_of(file: str) -> str:
+    return resources.files("cupy_coll.kernels").joinpath(file).read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Of a launch: blocks, threads of a block, bytes of dynamic shared memory."""
+
+    grid: tuple[int, int]
+    block: tuple[int, int]
+    shared_bytes: int = 0
 
 
 class Device(Protocol):
@@ -82,6 +143,9 @@ class Device(Protocol):
 
     def let_captures_be(self) -> None:
         """From now on this thread's questions about events do not end a graph capture of another thread."""
+
+    def launch(self, kernel: Kernel, geometry: Geometry, arguments: Sequence[KernelArgument], index: int) -> None:
+        """Enqueue a kernel on the stream that the program is on by torch."""
 
 
 def mark_as_cupy(tensor: torch.Tensor) -> torch.Tensor:
@@ -178,6 +242,33 @@ class CudaDevice:
         # has said that it does not care. torch does not expose the call; the driver is loaded whenever CUDA is used.
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
         ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+    def launch(self, kernel: Kernel, geometry: Geometry, arguments: Sequence[KernelArgument], index: int) -> None:
+        function = _function(kernel, index)
+        from cupy.cuda import Device as OfCupy  # is there, for _function has imported it
+        from cupy.cuda import ExternalStream
+
+        values = [
+            np.uint64(0 if a is None else a.data_ptr()) if a is None or isinstance(a, torch.Tensor) else a
+            for a in arguments
+        ]
+        with OfCupy(index), ExternalStream(torch.cuda.current_stream(index).cuda_stream, index):
+            function(geometry.grid, geometry.block, values, shared_mem=geometry.shared_bytes)
+
+
+@cache
+def _function(kernel: Kernel, index: int) -> Any:
+    """The kernel, compiled by CuPy for the GPU (from its cache on disk where it has been before)."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise TransportError(
+            f"log-probabilities of CUDA tensors need CuPy, which cannot be imported: {error} "
+            "(pip install 'cupy_coll[cuda13]' or 'cupy_coll[cuda12]')"
+        ) from error
+    with cupy.cuda.Device(index):
+        module = cupy.RawModule(code=kernel.source, options=kernel.OPTIONS, name_expressions=[kernel.expression])
+        return module.get_function(kernel.expression)
 
 
 _known: list[Device] = [CudaDevice()]

@@ -18,6 +18,7 @@ from torch import Tensor
 from cupy_coll.context import resolve_tensor_parallel
 from cupy_coll.errors import ArgumentError, DTypeError, ShapeError
 from cupy_coll.group import Group
+from cupy_coll.logprob import launch
 from cupy_coll.logprob.memory import empty_gradient
 from cupy_coll.logprob.partials import (
     MessageLayout,
@@ -58,10 +59,39 @@ class Call:
     def gather(self, logits: Tensor, target: Tensor | None, local_target: Tensor | None) -> Summary:
         """Summarise this rank's logits, gather everybody's summaries (one message), merge them."""
         rows = math.prod(logits.shape[:-1])
-        targets = 1 if target is None or target.dim() < logits.dim() else target.shape[-1]
+        targets = 0 if target is None else 1 if target.dim() < logits.dim() else target.shape[-1]
         layout = MessageLayout(self.shard.ranks, rows, self.entropy, compute_dtype(logits.dtype), targets)
+        device = launch.device_with_kernels(logits)
+        if device is not None:
+            message = launch.softmax_partials(device, logits, local_target, self.shard, layout, self.scale)
+            return launch.merge_partials(device, gathered(self.group, message), target, layout, self.scale)
         message = shard_message(logits, local_target, self.shard, layout, scale=self.scale, chunk_size=self.chunk_size)
         return merge_messages(self.function, gathered(self.group, message), target, layout, scale=self.scale)
+
+    def write_gradient(
+        self,
+        result: Tensor,
+        logits: Tensor,
+        maximum: Tensor,
+        log_sum: Tensor,
+        entropy: Tensor | None,
+        upstream: Upstream,
+    ) -> None:
+        """``sweeps.write_gradient`` of this call, by the kernels where the logits are on a device that has them."""
+        of_rows = maximum, log_sum, entropy, upstream, self.shard.width, self.scale
+        device = launch.device_with_kernels(logits)
+        if device is None:
+            write_gradient(result, logits, *of_rows, self.chunk_size)
+        else:
+            launch.logprob_backward(device, result, logits, *of_rows)
+
+    def write_log_softmax(self, result: Tensor, logits: Tensor, summary: Summary) -> None:
+        """Write this shard's part of the log-softmax over the whole vocabulary into ``result`` [..., columns]."""
+        device = launch.device_with_kernels(logits)
+        if device is None:
+            write_log_softmax(result, logits, summary, self.scale)
+        else:
+            launch.log_softmax(device, result, logits, summary, self.scale)
 
 
 def gathered(group: Group | None, message: Tensor) -> Tensor:
@@ -251,16 +281,13 @@ class VocabParallel(torch.autograd.Function):
         g_entropy = next(by_output) if call.entropy else None
         with torch.no_grad():
             result = logits.detach() if call.inplace_backward else empty_gradient(logits)
-            write_gradient(
+            call.write_gradient(
                 result,
                 logits,
                 maximum.view(logits.shape[:-1]),
                 log_sum.view(logits.shape[:-1]),
                 None if entropy is None else entropy.view(logits.shape[:-1]),
                 Upstream(g_logprob, g_entropy, local_target),
-                call.shard.width,
-                call.scale,
-                call.chunk_size,
             )
         if torch.is_grad_enabled():  # create_graph
             result = _Once.apply(result, logits, *upstream)
@@ -449,7 +476,7 @@ class ChunkedDistributedEntropy(VocabParallel):
             ArgumentError: ``chunk_size`` below 1, or (DTypeError, ShapeError) unfit logits, before anything
             is sent.
 
-        Communication: one all-gather of 3 * 16 / TP + 1 numbers a row in the forward, none in the backward.
+        Communication: one all-gather of 3 * 16 / TP numbers a row in the forward, none in the backward.
         """
         function = "ChunkedDistributedEntropy"
         size = check_chunk_size(function, chunk_size)
@@ -527,7 +554,7 @@ def _compute_distributed_log_softmax(vocab_parallel_logits: Tensor, group: Any) 
     Raises:
         DTypeError, ShapeError: logits that are not floating point or have no dimension.
 
-    Communication: one all-gather of 2 * 16 / TP + 1 numbers a row.
+    Communication: one all-gather of 2 * 16 / TP numbers a row.
     """
     function = "_compute_distributed_log_softmax"
     check_logits(function, vocab_parallel_logits)
@@ -536,7 +563,7 @@ def _compute_distributed_log_softmax(vocab_parallel_logits: Tensor, group: Any) 
         return None  # type: ignore[return-value]
     logits = vocab_parallel_logits.detach()
     shard = Shard(members.rank, members.size, logits.shape[-1])
-    summary = Call(function, members, shard).gather(logits, None, None)
+    call = Call(function, members, shard)
     result = torch.empty_like(logits)
-    write_log_softmax(result, logits, summary)
+    call.write_log_softmax(result, logits, call.gather(logits, None, None))
     return result

@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 
 from cupy_coll import check
 from cupy_coll.context import resolve_group
+from cupy_coll.device import owner_of
 from cupy_coll.errors import ArgumentError, CupyCollError, MismatchError, ShapeError
 from cupy_coll.group import Group
 from cupy_coll.layout import place_of_position, position_of_place
@@ -77,7 +78,7 @@ class Collect(torch.autograd.Function):
 
 
 def _check_all_have_values(function: str, codes: Tensor, group: Group) -> None:
-    if codes.device.type != "cpu":  # there a fault is NaN in the values, and looking would wait for the device
+    if owner_of(codes) is not None:  # there a fault is NaN in the values, and looking would wait for the device
         return
     for rank, code in enumerate(codes.tolist()):
         if code:

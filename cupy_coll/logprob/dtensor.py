@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cupy_coll.context import resolve_group
+from cupy_coll.device import owner_of
 from cupy_coll.errors import ArgumentError, DTypeError, ShapeError
 from cupy_coll.group import Group
 from cupy_coll.logprob.autograd import VocabParallel, check_chunk_size, check_logits, check_target
@@ -289,7 +290,7 @@ def _check_seq_index(function: str, seq_index: Any, positions: int, device: torc
         raise DTypeError(f"{function}: seq_index has dtype {index.dtype}, expected int64 or int32")
     if list(index.shape) != [positions]:
         raise ShapeError(f"{function}: seq_index has shape {list(index.shape)}, expected [{positions}]")
-    if index.device.type == "cpu" and not torch.equal(index.sort().values, torch.arange(positions, dtype=index.dtype)):
+    if owner_of(index) is None and not torch.equal(index.sort().values, torch.arange(positions, dtype=index.dtype)):
         raise ArgumentError(f"{function}: seq_index is {index.tolist()}, expected each of 0 to {positions - 1} once")
     return index.to(device=device, dtype=torch.int64)
 

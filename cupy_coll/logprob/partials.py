@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from cupy_coll.errors import ArgumentError, MismatchError
-from cupy_coll.logprob.rows import BLOCK_ELEMENTS, Rows, row_blocks
+from cupy_coll.logprob.rows import Rows, block_elements, row_blocks
 
 __all__ = [
     "IGNORED",
@@ -266,8 +266,9 @@ def _shard_tiles(
     dtype, device = layout.dtype, logits.device
     parts = torch.zeros(len(firsts), layout.fields, rows.count, tiles, dtype=dtype, device=device)  # of each sub-tile
     parts[:, 0] = _NEG_INF
-    together = max(1, min(tiles, BLOCK_ELEMENTS // columns))
-    step = min(max(1, BLOCK_ELEMENTS // (together * columns)), chunk_size or BLOCK_ELEMENTS)
+    most = block_elements(device)
+    together = max(1, min(tiles, most // columns))
+    step = min(max(1, most // (together * columns)), chunk_size or most)
     buffers = [torch.empty(step * together * columns, dtype=dtype, device=device) for _ in range(layout.fields - 1)]
     for first, (run,) in rows.runs(logits[..., : shard.width]) if width else ():
         by_tile = run.unflatten(-1, (tiles, width))

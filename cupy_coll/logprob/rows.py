@@ -10,12 +10,16 @@ import itertools
 import math
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
-__all__ = ["BLOCK_ELEMENTS", "RowSelector", "Rows", "row_blocks"]
+__all__ = ["BLOCK_ELEMENTS", "RowSelector", "Rows", "block_elements", "row_blocks"]
 
 BLOCK_ELEMENTS = 1 << 17
 """Logits a block holds at most (unless one row of it is wider): 512 KiB in float32, a part of an L2 cache."""
+
+BLOCK_ELEMENTS_ON_GPU = 1 << 26
+"""The same where torch's operations run on a GPU: they are fast on large blocks alone."""
 
 RowSelector = slice | Tensor
 """Rows of a 2-D view: a slice (then indexing gives a view), or an int64 index (then it gives a copy)."""
@@ -65,6 +69,11 @@ class Rows:
         length = math.prod(self._shape[outer:])
         for run, at in enumerate(itertools.product(*map(range, self._shape[:outer]))):
             yield run * length, [v[at].view(length, v.shape[-1]) for v in views]
+
+
+def block_elements(device: torch.device) -> int:
+    """Logits that a block of torch's operations on ``device`` holds at most (unless one row of it is wider)."""
+    return BLOCK_ELEMENTS if device.type == "cpu" else BLOCK_ELEMENTS_ON_GPU
 
 
 def row_blocks(count: int, step: int, active: Tensor | None = None) -> Iterator[RowSelector]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cupy_coll.device import owner_of
 from cupy_coll.errors import ArgumentError, DTypeError, MismatchError, ShapeError
 from cupy_coll.group import Group
 from cupy_coll.layout import (
@@ -273,7 +274,7 @@ def _check_cu_seqlens(function: str, cu_seqlens: Any, positions: int, cp_size: i
         raise DTypeError(f"{name} has dtype {cu_seqlens.dtype}, expected int32 or int64")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
         raise ShapeError(f"{name} has shape {list(cu_seqlens.shape)}, expected [batch + 1]")
-    if cu_seqlens.device.type != "cpu":  # to look at the values would wait for the device
+    if owner_of(cu_seqlens) is not None:  # to look at the values would wait for the device
         return
     if cu_seqlens[0] != 0 or cu_seqlens[-1] != positions:
         raise ArgumentError(

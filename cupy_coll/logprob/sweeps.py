@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cupy_coll.logprob.partials import IGNORED, LOWEST, SUBTILE_COLUMNS, Summary
-from cupy_coll.logprob.rows import BLOCK_ELEMENTS, Rows, RowSelector, row_blocks
+from cupy_coll.logprob.rows import Rows, RowSelector, block_elements, row_blocks
 
 __all__ = [
     "Upstream",
@@ -42,7 +42,7 @@ def _sweep(
     """
     width = source.shape[-1]
     columns = min(max(width, 1), SUBTILE_COLUMNS)
-    step = min(BLOCK_ELEMENTS // columns, chunk_size or BLOCK_ELEMENTS)
+    step = min(block_elements(source.device) // columns, chunk_size or rows.count or 1)
     buffer = torch.empty(min(step, rows.count) * columns, dtype=dtype, device=source.device)
     for first, (x_run, out_run) in rows.runs(source, result):
         count = x_run.shape[0]
@@ -136,7 +136,7 @@ def _blocks(rows: Rows, *tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]
     width = tensors[0].shape[-1]
     columns = min(max(width, 1), SUBTILE_COLUMNS)
     for first, runs in rows.runs(*tensors):
-        for block in row_blocks(runs[0].shape[0], max(1, BLOCK_ELEMENTS // columns)):
+        for block in row_blocks(runs[0].shape[0], max(1, block_elements(tensors[0].device) // columns)):
             assert isinstance(block, slice), "all rows are active"
             at = slice(first + block.start, first + block.stop)
             for column in range(0, width, columns):
@@ -183,7 +183,9 @@ def write_gradient(
     entropy = None if entropy is None else column(entropy)
     active = (of_targets != 0).any(-1) if h is None else ((of_targets != 0).any(-1)) | (h != 0).squeeze(-1)
     weight = -(g * scale) * log_sum.neg().exp()
-    largest = max(min(BLOCK_ELEMENTS, rows.count * width), of_targets.numel())  # of a block; of all targets
+    largest = max(
+        min(block_elements(logits.device), rows.count * width), of_targets.numel()
+    )  # of a block; of all targets
     scratch = torch.empty(0 if h is None else largest, dtype=maximum.dtype, device=logits.device)
 
     def compute(at: RowSelector, x: Tensor, out: Tensor) -> None:

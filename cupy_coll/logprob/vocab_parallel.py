@@ -44,8 +44,8 @@ from cupy_coll.logprob.partials import (
     pivot_of,
     sum_in_order,
 )
-from cupy_coll.logprob.rows import BLOCK_ELEMENTS, Rows
-from cupy_coll.logprob.sweeps import write_log_softmax, write_log_softmax_gradient, write_soft_target_gradient
+from cupy_coll.logprob.rows import Rows, block_elements
+from cupy_coll.logprob.sweeps import write_log_softmax_gradient, write_soft_target_gradient
 
 __all__ = [
     "DistributedCrossEntropy",
@@ -64,7 +64,7 @@ class _LogSoftmax(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, call: Call) -> Tensor:  # type: ignore[override]
         summary = call.gather(logits, None, None)
         result = torch.empty(logits.shape, dtype=compute_dtype(logits.dtype), device=logits.device)
-        write_log_softmax(result, logits, summary, call.scale)
+        call.write_log_softmax(result, logits, summary)
         ctx.call = call
         ctx.save_for_backward(logits, summary.maximum, summary.log_sum)
         return result
@@ -162,7 +162,7 @@ def _cross_tiles(student: Tensor, target: Tensor, shard: Shard, dtype: torch.dty
     if width == 0:
         return out
     columns = min(width, SUBTILE_COLUMNS)
-    step = max(1, BLOCK_ELEMENTS // (tiles * columns))
+    step = max(1, block_elements(student.device) // (tiles * columns))
     for first, runs in rows.runs(student, target):
         x, y = (run.unflatten(-1, (tiles, width)) for run in runs)
         for row in range(0, x.shape[0], step):

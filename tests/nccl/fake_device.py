@@ -10,14 +10,17 @@ import contextlib
 import itertools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from kernels_on_host.device import launch_on_host
 from nccl_standin import StandIn
+
+from cupy_coll.device import Geometry, Kernel, KernelArgument
 
 TORCH_STREAM, CUPY_STREAM = 0x100, 0x200  # the ones that the program is on
 
@@ -38,7 +41,9 @@ class FakeDevice:
         enabled: whether it owns CPU tensors.
         gpu: the UUID.
         recording: whether the log is written.
-        log: (what, stream, event's number) in order; ("nccl", stream, name of the call) where NCCL was called between.
+        log: (what, stream, event's number or kernel's name) in order; ("nccl", stream, name of the call) where NCCL was
+            called between.
+        checks: whether kernels run with all checks.
     """
 
     standin: StandIn
@@ -54,6 +59,7 @@ class FakeDevice:
     _calls: int = 0
     polite: bool = False
     recording: bool = False
+    checks: bool = True
 
     def count(self) -> int:
         return int(self.enabled)
@@ -124,6 +130,11 @@ class FakeDevice:
 
     def let_captures_be(self) -> None:
         self.polite = True
+
+    def launch(self, kernel: Kernel, geometry: Geometry, arguments: Sequence[KernelArgument], index: int) -> None:
+        self._note("launch", self.stream, kernel.name)
+        self.standin.wait(self.stream)
+        launch_on_host(kernel, geometry, arguments, checks=self.checks)
 
     # ------------------------------------------------------------------ for tests
 

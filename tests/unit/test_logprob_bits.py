@@ -12,6 +12,8 @@ from cupy_coll import ChunkedDistributedLogprob, tp_invariant, vocab_parallel_lo
 from cupy_coll.logprob.partials import SUBTILE_COLUMNS
 from cupy_coll.logprob.rows import BLOCK_ELEMENTS
 
+pytestmark = pytest.mark.usefixtures("computed_by")
+
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
@@ -56,6 +58,7 @@ def test_wide_tiles(width):
         assert same_bits(found.gradient(upstream[:rows]), gradient[:rows]), (threads, size, rows)
 
 
+@pytest.mark.on_kernels_too
 @pytest.mark.parametrize("vocab", [1000, 48 * 7, 40_000])
 def test_any_rows_where_shards_do_not_fit_the_tiles(vocab):
     """Bits across rows and ranks are promised for every vocabulary and every cut."""
@@ -82,6 +85,7 @@ def test_any_chunk(chunk_size):
     assert same_bits(found.gradient(upstream), whole.gradient(upstream))
 
 
+@pytest.mark.on_kernels_too
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_alignment_and_stride(dtype):
     rows, vocab = 5, 16 * 501
@@ -102,6 +106,7 @@ def logprob_of(logits, target, start, end, group):
     return ChunkedDistributedLogprob.apply(logits, target, start, end, 3, group)
 
 
+@pytest.mark.on_kernels_too
 def test_skipped_rows_change_nothing_of_the_others():
     """Ignored rows and rows without incoming gradient leave gaps in the blocks."""
     logits, target, upstream = draw(64, 16 * 32)
@@ -135,11 +140,13 @@ def test_log_probability_with_entropy(width):
         assert same_bits(found.gradient(torch.stack([upstream, upstream])), gradient)
 
 
+@pytest.mark.on_torch
 def test_sub_tiles_are_below_the_sums_that_torch_splits_over_threads():
     assert SUBTILE_COLUMNS < 32_768
     assert BLOCK_ELEMENTS % SUBTILE_COLUMNS == 0
 
 
+@pytest.mark.on_torch
 def test_tp_invariant():
     assert all(tp_invariant(65_536, size) for size in (1, 2, 4, 8, 16))
     assert not tp_invariant(65_536, 3)

@@ -13,6 +13,8 @@ from cupy_coll import (
     vocab_parallel_logprob_and_entropy,
 )
 
+pytestmark = pytest.mark.usefixtures("computed_by")
+
 INF = float("inf")
 
 
@@ -47,6 +49,7 @@ def test_values_and_gradients_against_float64(dtype, scale):
         assert [group.calls for group in found.groups] == [1] * size
 
 
+@pytest.mark.on_kernels_too
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_minus_infinity_times_zero_is_zero(size):
     torch.manual_seed(1)
@@ -89,6 +92,7 @@ def test_negative_entropy(chunk_size):
         assert [group.calls for group in found.groups] == [1] * size
 
 
+@pytest.mark.on_torch
 def test_gradient_check_in_float64():
     torch.manual_seed(3)
     logits = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
@@ -100,6 +104,7 @@ def test_gradient_check_in_float64():
     assert torch.autograd.gradcheck(call, (logits,))
 
 
+@pytest.mark.on_kernels_too
 def test_one_of_the_two_is_enough():
     torch.manual_seed(4)
     logits, target, upstream = torch.randn(4, 32), torch.randint(0, 32, (4,)), torch.randn(4)
@@ -117,6 +122,7 @@ def test_log_probability_is_that_of_the_function_without_entropy():
     assert same_bits(with_entropy, alone)
 
 
+@pytest.mark.on_kernels_too
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_backward_in_place(dtype):
     torch.manual_seed(6)
@@ -140,6 +146,7 @@ def test_backward_in_place(dtype):
     assert same_bits(*gradients)
 
 
+@pytest.mark.on_torch
 def test_backward_in_place_needs_memory_of_its_own():
     logits, target = torch.zeros(1, 8).expand(3, 8), torch.zeros(3, dtype=torch.int64)
     found = on_ranks(1, lambda g: both(target, inplace_backward=True)(logits, 0, 8, g), errors=True)
@@ -147,6 +154,7 @@ def test_backward_in_place_needs_memory_of_its_own():
     assert "inplace_backward" in str(found[0])
 
 
+@pytest.mark.on_kernels_too
 def test_backward_in_place_is_noticed_by_others_who_saved_the_logits():
     logits = torch.randn(3, 8, requires_grad=True) * 1
     squares = (logits * logits).sum()

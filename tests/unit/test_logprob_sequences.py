@@ -21,6 +21,8 @@ from cupy_coll import (
     from_parallel_logits_to_logprobs_packed_sequences,
 )
 
+pytestmark = pytest.mark.usefixtures("computed_by")
+
 ROUNDING = {torch.float16: 2**-10, torch.bfloat16: 2**-7}  # of a gradient below 4 in size, once
 NAN = float("nan")
 
@@ -125,6 +127,7 @@ def test_target_shorter_than_the_logits(length, cp):
     assert not gradient[:, count:].any()
 
 
+@pytest.mark.on_kernels_too
 def test_packed_closed_form():
     """Two sequences of 3 and 2 tokens: each is shifted by itself."""
     logits, tokens = torch.zeros(1, 5, 8), torch.tensor([[0, 1, 2, 4, 5]])
@@ -141,6 +144,7 @@ def test_packed_closed_form():
         assert same_bits(meshed(logits, tp, 1, packed(other, begins([3, 2]), 3)).value[0], found.value[0])
 
 
+@pytest.mark.on_kernels_too
 def test_context_parallel_closed_form():
     logits = torch.zeros(1, 8, 8)
     for i in range(7):
@@ -206,6 +210,7 @@ def test_target_that_is_shifted_and_split_already(cp, dtype):
     assert same_bits(found.gradient(upstream), plain.gradient(upstream))
 
 
+@pytest.mark.on_kernels_too
 @pytest.mark.parametrize("temperature", [0.25, 1.7])
 def test_temperature_of_packed_sequences(temperature):
     torch.manual_seed(5)
@@ -289,6 +294,7 @@ def test_same_bits_packed_or_not_and_for_any_split(dtype):
 # ---------------------------------------------------------------------- context parallelism by itself
 
 
+@pytest.mark.on_torch
 def test_tokens_on_this_rank():
     tokens = torch.arange(16).view(2, 8)
     assert _get_tokens_on_this_cp_rank(tokens, 0, 2).tolist() == [[0, 1, 6, 7], [8, 9, 14, 15]]
@@ -300,6 +306,7 @@ def test_tokens_on_this_rank():
     assert _get_tokens_on_this_cp_rank(tokens[:, :0], 1, 2).shape == (2, 0)
 
 
+@pytest.mark.on_torch
 @pytest.mark.parametrize("cp", [1, 2, 3])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
@@ -325,6 +332,7 @@ def test_gather_of_context_parallel_tensors(cp, dim, dtype):
         assert calls == (0 if cp == 1 else 2)
 
 
+@pytest.mark.on_torch
 def test_gather_without_a_group():
     tensor = torch.arange(3.0).view(1, 3).requires_grad_()
     gathered = allgather_cp_sharded_tensor(tensor, None)
@@ -352,6 +360,7 @@ def raised(work, tp=1, cp=2):
     return errors, sum(group.calls for group in groups)
 
 
+@pytest.mark.on_torch
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -387,6 +396,7 @@ def test_packed_arguments_are_refused_before_anything_is_sent(arguments, error, 
     assert calls == 0
 
 
+@pytest.mark.on_torch
 @pytest.mark.parametrize(
     ("logits", "tokens", "error", "words"),
     [
@@ -408,6 +418,7 @@ def test_split_sequences_are_refused_before_anything_is_sent(logits, tokens, err
     assert calls == 0
 
 
+@pytest.mark.on_torch
 @pytest.mark.parametrize(
     ("work", "error", "words"),
     [
@@ -430,6 +441,7 @@ def test_tensors_that_cannot_be_split(work, error, words):
     assert calls == 0
 
 
+@pytest.mark.on_torch
 @pytest.mark.parametrize("position", [1, 4])
 @pytest.mark.parametrize("packing", [False, True])
 def test_target_that_nobody_owns_raises_on_all_context_parallel_ranks(position, packing):
@@ -445,6 +457,7 @@ def test_target_that_nobody_owns_raises_on_all_context_parallel_ranks(position, 
         assert all(re.search(wanted, str(error)) for error in one), errors
 
 
+@pytest.mark.on_torch
 def test_ranges_that_do_not_fit_raise_on_all_context_parallel_ranks():
     """The ranges have a gap on the second context-parallel rank only."""
 
@@ -457,6 +470,7 @@ def test_ranges_that_do_not_fit_raise_on_all_context_parallel_ranks():
     assert "a gap" in str(errors[2])
 
 
+@pytest.mark.on_torch
 def test_one_context_parallel_rank_is_none():
     logits = torch.zeros(1, 3, 8)
     for group in (None, "own"):
@@ -464,6 +478,7 @@ def test_one_context_parallel_rank_is_none():
         assert value.shape == (1, 2)
 
 
+@pytest.mark.on_torch
 def test_sharded_helper_still_gives_one_message():
     found = sharded(torch.zeros(1, 3, 8), 2, call(TOKENS[:, :3]))
     assert [group.calls for group in found.groups] == [1, 1]

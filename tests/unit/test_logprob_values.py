@@ -15,6 +15,8 @@ from cupy_coll import (
     from_parallel_logits_to_logprobs,
 )
 
+pytestmark = pytest.mark.usefixtures("computed_by")
+
 INF = float("inf")
 NAN = float("nan")
 
@@ -43,6 +45,7 @@ def test_values_and_gradients_against_float64(dtype, scale):
         assert not gradient[4].any()
 
 
+@pytest.mark.on_kernels_too
 @pytest.mark.parametrize("offset", [1e3, -1e4])
 def test_logits_far_from_zero(offset):
     """The maximum and log S stay apart: their sum would be rounded to 5e-4 here."""
@@ -54,6 +57,7 @@ def test_logits_far_from_zero(offset):
     assert (found.gradient(torch.ones(50)).double() - expected.gradient(torch.ones(50))).abs().max() < 1e-6
 
 
+@pytest.mark.on_kernels_too
 def test_gradient_of_low_precision_logits_is_rounded_once():
     for dtype in (torch.bfloat16, torch.float16):
         logits, target = draw(8, 512, 3.0, dtype)
@@ -64,6 +68,7 @@ def test_gradient_of_low_precision_logits_is_rounded_once():
         assert ((gradient.double() - exact).abs() <= spacing * 0.501 + 1e-9).all()
 
 
+@pytest.mark.on_torch
 def test_gradient_check_in_float64():
     torch.manual_seed(1)
     logits = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
@@ -75,6 +80,7 @@ def test_gradient_check_in_float64():
     assert torch.autograd.gradcheck(call, (logits,))
 
 
+@pytest.mark.on_kernels_too
 @pytest.mark.parametrize("temperature", [0.25, 1.7, 100.0])
 def test_temperature(temperature):
     logits, target = draw(5, 256, 20.0, torch.float32)
@@ -86,6 +92,7 @@ def test_temperature(temperature):
         torch.testing.assert_close(found.gradient(upstream).double(), expected.gradient(upstream), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.on_kernels_too
 def test_nearly_all_logits_minus_infinity():
     logits = torch.full((1, 8), -INF)
     logits[0, 5] = 10.0
@@ -100,6 +107,7 @@ def test_nearly_all_logits_minus_infinity():
     assert gradient[1].tolist() == pytest.approx([-0.268941, 0.268941, 0, 0], abs=1e-6)
 
 
+@pytest.mark.on_kernels_too
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("entropy_scale", [1.0, 0.5])
 def test_infinities_as_unsharded(size, entropy_scale):
@@ -125,6 +133,7 @@ def test_infinities_as_unsharded(size, entropy_scale):
         )
 
 
+@pytest.mark.on_kernels_too
 def test_nan_in_one_shard_is_nan_everywhere():
     for bad in range(8):
         logits = torch.zeros(2, 8)
@@ -138,6 +147,7 @@ def test_nan_in_one_shard_is_nan_everywhere():
         assert gradient[1].isfinite().all()
 
 
+@pytest.mark.on_kernels_too
 def test_ignored_target_and_gradient_of_a_rank_that_does_not_own_it():
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).expand(2, 4)
     found = logprob(logits, torch.tensor([3, -100]), 2)
@@ -148,6 +158,7 @@ def test_ignored_target_and_gradient_of_a_rank_that_does_not_own_it():
     assert gradient[1].tolist() == [0.0] * 4
 
 
+@pytest.mark.on_kernels_too
 def test_rows_without_incoming_gradient_are_zero_whatever_they_hold():
     logits = torch.full((4, 8), NAN)
     logits[2] = 0.0
@@ -176,6 +187,7 @@ def test_chunk_size(chunk_size):
     assert not gradient[:, -1].any()
 
 
+@pytest.mark.on_kernels_too
 def test_bf16_closed_form():
     logits = torch.zeros(2, 1024, dtype=torch.bfloat16)
     logits[:, 0] = 8
@@ -184,6 +196,7 @@ def test_bf16_closed_form():
         assert values == pytest.approx([-0.295039, -8.295039], abs=1e-5)
 
 
+@pytest.mark.on_kernels_too
 @pytest.mark.parametrize("widths", [(5, 3, 2), (1, 9, 0), (0, 0, 10), (10, 0, 0), (4, 4, 2)])
 def test_uneven_and_empty_shards(widths):
     logits, target = draw(10, 10, 3.0, torch.float32)
@@ -207,6 +220,7 @@ def test_a_rank_that_owns_nothing_may_say_so_anywhere():
             assert value.tolist() == pytest.approx([-math.log(6)] * 2)
 
 
+@pytest.mark.on_kernels_too
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_padding_columns_count_for_nothing_and_get_no_gradient(dtype):
     logits, target = draw(6, 10, 3.0, dtype)
@@ -222,6 +236,7 @@ def test_padding_columns_count_for_nothing_and_get_no_gradient(dtype):
     assert all(shard.grad.isfinite().all() for shard in shards)
 
 
+@pytest.mark.on_kernels_too
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 0), (3, 1, 2), (2, 2, 2, 2)])
 def test_any_leading_shape(shape):
     torch.manual_seed(4)
@@ -241,6 +256,7 @@ def test_target_dtypes(dtype):
     assert within_tolerance(logprob(logits, target.to(dtype), 2).value, reference(logits, target).logprob)
 
 
+@pytest.mark.on_kernels_too
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_log_softmax(dtype):
     logits, _ = draw(9, 60, 20.0, dtype)
@@ -260,6 +276,7 @@ def test_log_softmax(dtype):
         assert [group.calls for group in found.groups] == [1] * size
 
 
+@pytest.mark.on_kernels_too
 def test_one_message_forward_none_backward():
     logits, target = draw(12, 64, 1.0, torch.float32)
     for size, slots in ((1, 16), (2, 8), (3, 1), (4, 4), (8, 2), (16, 1)):
@@ -281,6 +298,7 @@ def test_one_message_forward_none_backward():
             assert [group.sent for group in found.groups] == [header + 12 * (2 * slots + 1)] * size
 
 
+@pytest.mark.on_kernels_too
 def test_incoming_gradient_expanded_or_transposed_and_never_modified():
     torch.manual_seed(5)
     logits, target = torch.randn(4, 3, 32), torch.randint(0, 32, (4, 3))
@@ -299,6 +317,7 @@ def test_incoming_gradient_expanded_or_transposed_and_never_modified():
         assert torch.equal(upstream, before)
 
 
+@pytest.mark.on_kernels_too
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_of_any_layout(dtype):
     torch.manual_seed(6)
