@@ -140,8 +140,12 @@ bool run_block(bool reverse) {
         ++epoch;
         for (int thread = 0; thread < thread_count; ++thread) threads[thread].waits_in = nullptr;
     } else if (!moved) {
-        int waits = 0, other = 0;
-        while (!threads[waits].waits_in) ++waits;
+        int waits = 0, other = 0;  // a lane that waits for others of its warp says more than a thread at the barrier
+        while (waits < thread_count && !(threads[waits].waits_in && threads[waits].mask)) ++waits;
+        if (waits == thread_count)
+            for (waits = 0; !threads[waits].waits_in;) ++waits;
+        else
+            other = waits / LANES * LANES;
         while (threads[other].waits_in == threads[waits].waits_in && threads[other].mask == threads[waits].mask &&
                other + 1 < thread_count)
             ++other;
