@@ -323,6 +323,16 @@ def test_log_softmax(dtype, columns, device):
     assert (found.double() - torch.log_softmax(logits.double().transpose(0, 1) / 2, -1)).abs().max() < 5e-6
 
 
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.bfloat16, 300.0), (torch.float16, 3000.0)], ids=str)
+@pytest.mark.parametrize("columns", [64, 61])
+def test_rounding_is_to_the_nearest_and_of_ties_to_even(dtype, largest, columns, device):
+    """Beside a maximum so large the results are integers, of which the type has the even ones."""
+    logits = torch.arange(columns).to(dtype).view(1, columns)
+    logits[0, 0] = largest
+    expected = (logits.float() - largest).to(dtype)
+    assert same_bits(_compute_distributed_log_softmax(logits, one_rank()), expected)
+
+
 def test_in_place(device):
     torch.manual_seed(0)
     for dtype, columns in ((torch.bfloat16, 4099), (torch.float32, 4096)):
