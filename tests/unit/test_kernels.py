@@ -99,7 +99,8 @@ def test_huge_and_tiny_magnitudes(dtype, device):
     sizes = torch.tensor([[1e4], [largest], [-largest], [smallest], [1e-3]], dtype=torch.float64)
     logits = (torch.rand(5, 600, dtype=torch.float64) * sizes).to(dtype)
     logits[1, 3], logits[2, 5] = -largest, largest
-    check(logits, torch.tensor([3, 3, 5, 0, 599]))
+    logits = torch.cat((logits, (torch.rand(1, 600) * 100 - 2e4).to(dtype)))
+    check(logits, torch.tensor([3, 3, 5, 0, 599, 7]))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -260,22 +261,23 @@ def test_rows_of_ignored_targets_are_not_read(device):
 
 
 def test_offsets_past_32_bits(tmp_path, device):
-    """Rows of a file of 7.5 GB, of which only what is touched takes room; backward in place."""
-    stride, columns = 1_250_000_001, 100
-    flat = torch.from_numpy(np.memmap(tmp_path / "sparse", np.float16, "w+", shape=(2 * stride + columns,)))
+    """Rows of a file of 14 GB, of which only what is touched takes room; backward in place."""
+    outer, inner, columns = 2_500_000_000, 1_250_000_001, 100
+    size = 2 * outer + inner + columns
+    flat = torch.from_numpy(np.memmap(tmp_path / "sparse", np.float16, "w+", shape=(size,)))
     torch.manual_seed(0)
-    logits = flat.as_strided((3, columns), (stride, 1))
-    logits.copy_(torch.randn(3, columns))
-    before, target = logits.clone(), torch.tensor([5, 99, 0])
+    logits = flat.as_strided((3, 2, columns), (outer, inner, 1))
+    logits.copy_(torch.randn(3, 2, columns))
+    before, target = logits.clone(), torch.tensor([[5, 99], [0, 1], [50, 3]])
     expected = reference(before, target)
     value, entropy = both(logits, target)
     assert within_tolerance(value, expected.logprob)
     assert within_tolerance(entropy, expected.entropy)
     maximum = before.float().amax(-1)
     log_sum = (before.double() - maximum.unsqueeze(-1)).exp().sum(-1).log().float()
-    upstream = Upstream(torch.ones(3), None, target)
+    upstream = Upstream(torch.ones(3, 2), None, target)
     launch.logprob_backward(device, logits, logits, maximum, log_sum, None, upstream, columns, 1.0)
-    assert close(logits.clone(), expected.gradient(torch.ones(3)))
+    assert close(logits.clone(), expected.gradient(torch.ones(3, 2)))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
