@@ -334,7 +334,7 @@ def test_unknown_mpiexec(environment: Path, hello: str) -> None:
     script_file(environment.parent / "mpiexec", "#!/bin/sh\necho some other thing")
     result = launch(hello, env={"CUPY_COLL_PYTHON": str(environment)})
     assert result.status == 1
-    assert "names neither MPICH nor Intel MPI nor Open MPI, but: some other thing" in result.output
+    assert "names neither MPICH nor Intel MPI nor Open MPI nor PALS, but: some other thing" in result.output
 
 
 def test_no_mpiexec(environment: Path, hello: str, tmp_path: Path) -> None:
