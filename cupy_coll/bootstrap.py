@@ -147,8 +147,7 @@ def logical_device(local_rank: int, local_size: int, device_count: int, environ:
     """The CUDA device for a rank, counted as CUDA counts in this process; what the scheduler has set stays as it is.
 
     One process cannot see the others' GPUs. Where a variable tells that each rank is shown its own GPUs, it takes one
-    of those; that two ranks are on one GPU all the same comes out when NCCL connects, by the UUIDs. SLURM_GPUS_ON_NODE,
-    SLURM_STEP_GPUS and the like are not read: they tell of the node or the step, not of the rank.
+    of those; that two ranks are on one GPU all the same comes out when NCCL connects, by the UUIDs.
 
     Args:
         local_rank: the rank within the node.
@@ -194,6 +193,10 @@ def _shown_its_own(local_rank: int, environ: Mapping[str, str]) -> bool:
     """Whether the launcher says that this rank's GPUs are not those of the whole node."""
     if "JSM_NAMESPACE_LOCAL_RANK" in environ:  # jsrun: those of the resource set
         return True
-    bound = environ.get("SLURM_GPUS_PER_TASK") or environ.get("SLURM_GPU_BIND", "none") != "none"
-    # Under mpiexec in the allocation ranks have the batch script's variables, and a node's ranks see the same GPUs.
-    return bool(bound) and environ.get("SLURM_LOCALID") == str(local_rank)
+    # Under mpiexec in the allocation ranks have the variables of its daemon, and a node's ranks see the same GPUs.
+    if environ.get("SLURM_LOCALID") != str(local_rank):
+        return False
+    # In a task of srun (Slurm 22.05) the first are the task's, the second the number of all tasks' on the node.
+    own, on_node = environ.get("SLURM_STEP_GPUS", ""), environ.get("SLURM_GPUS_ON_NODE", "")
+    fewer = bool(own) and on_node.isdecimal() and len(own.split(",")) < int(on_node)
+    return fewer or bool(environ.get("SLURM_GPUS_PER_TASK"))

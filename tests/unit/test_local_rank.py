@@ -45,20 +45,18 @@ def test_one_device_for_each_rank(visible: str) -> None:
 
 def test_several_devices_for_each_rank() -> None:
     """Four ranks with two GPUs each, which differ: any of its own will do."""
-    for variables in (
-        {"SLURM_GPUS_PER_TASK": "2"},
-        {"SLURM_GPUS_PER_TASK": "a100:2"},
-        {"SLURM_GPU_BIND": "per_task:2"},
-    ):
+    step = {"SLURM_STEP_GPUS": "4,5", "SLURM_GPUS_ON_NODE": "8"}
+    for variables in ({"SLURM_GPUS_PER_TASK": "2"}, {"SLURM_GPUS_PER_TASK": "a100:2"}, step):
         assert [device(rank, 4, 2, "0,1", SLURM_LOCALID=str(rank), **variables) for rank in range(4)] == [0, 1, 0, 1]
     assert [device(rank, 4, 2, "4,5", JSM_NAMESPACE_LOCAL_RANK=str(rank)) for rank in range(4)] == [0, 1, 0, 1]
 
 
-def test_variables_of_a_batch_script_are_not_a_ranks() -> None:
+def test_variables_that_are_not_this_ranks() -> None:
     """mpiexec inside an allocation: SLURM_LOCALID=0 everywhere, and the node's ranks see the same two."""
     for variables in (
         {"SLURM_GPUS_PER_TASK": "2", "SLURM_LOCALID": "0"},
-        {"SLURM_GPU_BIND": "none", "SLURM_LOCALID": "3"},
+        {"SLURM_STEP_GPUS": "0,1", "SLURM_GPUS_ON_NODE": "8", "SLURM_LOCALID": "0"},
+        {"SLURM_STEP_GPUS": "0,1", "SLURM_GPUS_ON_NODE": "2", "SLURM_LOCALID": "3"},
     ):
         with pytest.raises(ArgumentError, match="4 ranks on this node, but only 2 GPUs that all of them see"):
             device(3, 4, 2, "0,1", **variables)
