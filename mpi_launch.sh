@@ -334,14 +334,28 @@ choose_mpiexec() {
     esac
 }
 
+# What mpi4py's MPI library says that it is; nothing where it cannot be loaded.
+mpi_library() {
+    "$PYTHON" -c 'import mpi4py; mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(" ".join(MPI.Get_library_version().strip("\0").split()))' 2>/dev/null || true
+}
+
+# Open MPI's mpiexec ends ranks of another MPI with that one's words about PMI. (Those of MPICH and others start them as so
+# many worlds, which the ranks notice: job_command.)
+refuse_foreign() {
+    local library
+    [[ $LAUNCHER == openmpi ]] || return 0
+    library=$(mpi_library)
+    [[ -z $library || $library == *"Open MPI"* ]] ||
+        die "$MPIEXEC is Open MPI's, but mpi4py has loaded ${library:0:40}: use the mpiexec of that one, or let mpi4py" \
+            "load Open MPI: MPI4PY_LIBMPI=/path/to/libmpi.so.40 (docs/install.md)"
+}
+
 # The PMI by which srun starts ranks of mpi4py's MPI; nothing where this Slurm has not got it.
 slurm_pmi() {
-    local library wanted
-    library=$("$PYTHON" -c 'import mpi4py; mpi4py.rc.initialize = False
-from mpi4py import MPI
-print(MPI.Get_library_version())' 2>/dev/null) || true
-    wanted=pmi2
-    [[ $library != *"Open MPI"* ]] || wanted=pmix
+    local wanted=pmi2
+    [[ $(mpi_library) != *"Open MPI"* ]] || wanted=pmix
     [[ $(srun --mpi=list 2>&1) != *"$wanted"* ]] || echo "$wanted"
 }
 
@@ -614,7 +628,10 @@ run_script() {
     set_up
     choose_launcher
     job_command "${RANKS:-$(default_ranks)}" "$@"
-    ((DRY_RUN)) || sweep_shm
+    if ((!DRY_RUN)); then
+        refuse_foreign
+        sweep_shm
+    fi
     run_or_print 0 "${COMMAND[@]}"
 }
 
