@@ -62,12 +62,13 @@ class Hosts:
             raise HostsError(said.strip())
 
     def _connect(self) -> None:
-        if len(self.keepers) == 1:
-            self.check(0, ["ip", "address", "add", f"{self.addresses[0]}/24", "dev", "lo"])
-            return
-        first, second = (str(keeper.pid) for keeper in self.keepers)
-        cable = ["ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second]
-        subprocess.run(cable, check=True, capture_output=True, text=True, timeout=LIMIT)
+        if len(self.keepers) == 1:  # Open MPI 4 wants a network: a cable from the host to itself
+            self.check(0, ["ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth1"])
+            self.check(0, ["ip", "link", "set", "eth1", "up"])
+        else:
+            first, second = (["eth0", "netns", str(keeper.pid)] for keeper in self.keepers)
+            cable = ["ip", "link", "add", *first, "type", "veth", "peer", "name", *second]
+            subprocess.run(cable, check=True, capture_output=True, text=True, timeout=LIMIT)
         for number, address in enumerate(self.addresses):
             self.check(number, ["ip", "address", "add", f"{address}/24", "dev", "eth0"])
             self.check(number, ["ip", "link", "set", "eth0", "up"])

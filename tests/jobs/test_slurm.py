@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import slurm_cluster
 from hosts import HostsError
+from open_mpi import OpenMpi
 from slurm_cluster import SlurmCluster
 from starting import ROOT, Finished
 
@@ -65,14 +66,14 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def submit(cluster: SlurmCluster, tmp_path: Path) -> Callable[..., Finished]:
     """Submits a shipped script, whose program is ``source``; None: the one that it names."""
 
-    def run(script: str, source: str | None, *options: str) -> Finished:
+    def run(script: str, source: str | None, *options: str, env: dict[str, str] | None = None) -> Finished:
         (tmp_path / "mpi_launch.sh").symlink_to(ROOT / "mpi_launch.sh")
         (tmp_path / "examples").mkdir()
         program = tmp_path / "examples" / "03_ddp_fsdp.py"
         program.write_text((ROOT / "examples" / program.name).read_text() if source is None else source)
         nodes = [f"--nodes={len(cluster.hosts.names)}"]
-        env = {"OMP_NUM_THREADS": ""}
-        return cluster.sbatch(ROOT / "examples" / "batch" / script, [*nodes, *options], tmp_path, env, LIMIT)
+        variables = {"OMP_NUM_THREADS": "", **(env or {})}
+        return cluster.sbatch(ROOT / "examples" / "batch" / script, [*nodes, *options], tmp_path, variables, LIMIT)
 
     return run
 
@@ -80,9 +81,16 @@ def submit(cluster: SlurmCluster, tmp_path: Path) -> Callable[..., Finished]:
 @pytest.mark.parametrize("script", ["slurm_srun.sh", "slurm_mpiexec.sh"])
 def test_batch_script(script: str, cluster: SlurmCluster, submit: Callable[..., Finished]) -> None:
     """4 ranks on each node, in its groups, with the GPUs and the threads that the script asks for."""
-    done = submit(script, HELLO)
+    check(submit(script, HELLO), len(cluster.hosts.names))
+
+
+def test_open_mpi(cluster: SlurmCluster, open_mpi: OpenMpi, submit: Callable[..., Finished]) -> None:
+    """By its own mpiexec inside the allocation."""
+    check(submit("slurm_mpiexec.sh", HELLO, env=open_mpi.variables), len(cluster.hosts.names))
+
+
+def check(done: Finished, nodes: int) -> None:
     assert done.status == 0, done.output
-    nodes = len(cluster.hosts.names)
     expected = []
     for rank in range(4 * nodes):
         node, here = divmod(rank, 4)
