@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,9 @@ def cluster(tmp_path: Path, environment: Path, hello: str):  # noqa: F811
             script_file(tmp_path / "commands" / name, f"#!/bin/sh\necho '{output}'")
         path = f"{tmp_path / 'commands'}:{os.environ['PATH']}"
         env = {"CUPY_COLL_PYTHON": str(environment), "PATH": path, "OMP_NUM_THREADS": "", **variables}
+        own = sorted(Path(sys.prefix, "lib").glob("libmpi.so.[0-9]*"))
+        if own:  # mpi4py looks for it in its own environment, else in the system
+            env["MPI4PY_LIBMPI"] = str(own[0])
         return run_command([LAUNCHER, "--dry-run", *options, hello], 40, env)
 
     run.result_of = result_of
