@@ -46,13 +46,13 @@ Python is the first of
   2. the active environment, or python3 on PATH, where it finds cupy_coll and mpi4py;
   3. .venv beside this launcher: made on first use, remade when pyproject.toml or constraints.txt change. It gets CuPy
      where nvidia-smi shows a GPU. pip's own settings (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, ...) are respected.
-mpiexec is the one beside that Python, else the first on PATH: MPICH's, Intel's or Open MPI's.
+mpiexec is the one beside that Python, else the first on PATH: MPICH's, Intel's, Open MPI's or PALS' (Cray).
 
 The ranks are started by --launcher; else, inside a Slurm allocation, by srun where it has what this MPI needs (pmi2 for
 MPICH and Intel MPI, pmix for Open MPI); inside one of LSF by jsrun where there is one; inside a Flux instance by flux;
-else by mpiexec, inside a PBS job with its node file. jsrun and flux have not been tried.
+else by mpiexec, inside a PBS job with its node file. jsrun, flux and PALS have not been tried.
 
-OMP_NUM_THREADS, unless set, becomes SLURM_CPUS_PER_TASK, or this host's cores / ranks on a node, at least 1.
+OMP_NUM_THREADS, unless set, becomes SLURM_CPUS_PER_TASK, or cores / ranks of the node that a rank runs on, at least 1.
 
 The status is the job's: an exception on any rank ends the job with 1, sys.exit(n) with n. SIGTERM and SIGINT are passed
 on, and the status is then 143 or 130; ranks that still run 15 seconds later, or at a second signal, are killed.
@@ -325,18 +325,37 @@ choose_mpiexec() {
     case $version in
     *"HYDRA build details"* | *"Intel(R) MPI"*) LAUNCHER=hydra ;;
     *"Open MPI"* | *OpenRTE*) LAUNCHER=openmpi ;;
-    *) die "$MPIEXEC --version names neither MPICH nor Intel MPI nor Open MPI, but: ${version%%$'\n'*}" ;;
+    *PALS*) LAUNCHER=pals ;;
+    *)
+        [[ $(readlink -f -- "$MPIEXEC") != */pals/* ]] ||
+            { LAUNCHER=pals && return; } # where the version is a number only
+        die "$MPIEXEC --version names neither MPICH nor Intel MPI nor Open MPI nor PALS, but: ${version%%$'\n'*}"
+        ;;
     esac
+}
+
+# What mpi4py's MPI library says that it is; nothing where it cannot be loaded.
+mpi_library() {
+    "$PYTHON" -c 'import mpi4py; mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(" ".join(MPI.Get_library_version().strip("\0").split()))' 2>/dev/null || true
+}
+
+# Open MPI's mpiexec ends ranks of another MPI with that one's words about PMI. (Those of MPICH and others start them as so
+# many worlds, which the ranks notice: job_command.)
+refuse_foreign() {
+    local library
+    [[ $LAUNCHER == openmpi ]] || return 0
+    library=$(mpi_library)
+    [[ -z $library || $library == *"Open MPI"* ]] ||
+        die "$MPIEXEC is Open MPI's, but mpi4py has loaded ${library:0:40}: use the mpiexec of that one, or let mpi4py" \
+            "load Open MPI: MPI4PY_LIBMPI=/path/to/libmpi.so.40 (docs/install.md)"
 }
 
 # The PMI by which srun starts ranks of mpi4py's MPI; nothing where this Slurm has not got it.
 slurm_pmi() {
-    local library wanted
-    library=$("$PYTHON" -c 'import mpi4py; mpi4py.rc.initialize = False
-from mpi4py import MPI
-print(MPI.Get_library_version())' 2>/dev/null) || true
-    wanted=pmi2
-    [[ $library != *"Open MPI"* ]] || wanted=pmix
+    local wanted=pmi2
+    [[ $(mpi_library) != *"Open MPI"* ]] || wanted=pmix
     [[ $(srun --mpi=list 2>&1) != *"$wanted"* ]] || echo "$wanted"
 }
 
@@ -381,7 +400,7 @@ node_file() { echo "${HOSTFILE:-${PBS_NODEFILE:-}}"; }
 # The variables to pass on to other hosts.
 forwarded() {
     compgen -e | grep -E '^(CUPY_COLL_|NCCL_)' || true
-    echo OMP_NUM_THREADS
+    [[ -z $THREADS ]] || echo OMP_NUM_THREADS
     ((${#VARIABLES[@]} == 0)) || printf '%s\n' "${VARIABLES[@]}"
 }
 
@@ -416,6 +435,16 @@ launch_openmpi() {
     if [[ -n $HOSTS || -n $file ]] || in_slurm; then
         while read -r name; do COMMAND+=(-x "$name"); done < <(forwarded)
     fi
+}
+
+# It knows a PBS job's nodes, and passes the whole environment on. Written from its documentation.
+launch_pals() {
+    COMMAND=("$MPIEXEC" -n "$1")
+    [[ -z $PPN ]] || COMMAND+=(--ppn "$PPN")
+    [[ -z $HOSTS ]] || COMMAND+=(--hosts "$HOSTS")
+    [[ -z $HOSTFILE ]] || COMMAND+=(--hostfile "$HOSTFILE")
+    [[ -z $BIND ]] || COMMAND+=(--cpu-bind "$BIND")
+    ((!TAG)) || COMMAND+=(--label)
 }
 
 # Without -K1 a job goes on when one of its ranks is killed.
@@ -459,16 +488,14 @@ launch_flux() {
     ((!TAG)) || COMMAND+=(--label-io)
 }
 
-# The number of nodes that the ranks are spread over, as far as it can be known here.
-node_count() {
-    local file
-    file=$(node_file)
-    if [[ -n $HOSTS ]]; then
-        tr , '\n' <<<"$HOSTS" | sort -u | wc -l
-    elif [[ -n $file ]]; then
-        cut -d: -f1 "$file" | awk 'NF { print $1 }' | sort -u | wc -l
-    else
-        echo "${SLURM_JOB_NUM_NODES:-1}"
+# Threads of each rank; nothing where only the ranks can see how many cores and ranks their nodes have.
+threads() {
+    local cores
+    if [[ -n ${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-}} ]]; then
+        echo "${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}"
+    elif [[ $LAUNCHER =~ ^(hydra|openmpi)$ && -z $HOSTS$(node_file)${SLURM_JOB_ID:-}${LSB_JOBID:-} ]]; then
+        cores=$(nproc)
+        echo $((cores > $1 ? cores / $1 : 1))
     fi
 }
 
@@ -476,16 +503,21 @@ node_count() {
 # it, or an exception before the script's own import of MPI would leave the other ranks waiting. An mpiexec of another
 # MPI than mpi4py's starts so many worlds of one rank, with status 0: hence the look at the size.
 job_command() {
-    local ranks=$1 cores nodes here
+    local ranks=$1 in_rank=
     shift
-    cores=$(nproc) nodes=$(node_count)
-    here=${PPN:-$(((ranks + nodes - 1) / nodes))}
+    THREADS=$(threads "$ranks")
     "launch_$LAUNCHER" "$ranks"
-    [[ -n ${OMP_NUM_THREADS:-} ]] ||
-        COMMAND=(env "OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-$((cores > here ? cores / here : 1))}" "${COMMAND[@]}")
-    COMMAND+=("$PYTHON" -c "import sys; from mpi4py import MPI, run; n = MPI.COMM_WORLD.size; n == $ranks or \
+    if [[ -z $THREADS ]]; then
+        # Where ranks are bound each sees its own cores only: hence the union.
+        in_rank="node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED); \
+cores = set().union(*node.allgather(os.sched_getaffinity(0))); \
+os.environ['OMP_NUM_THREADS'] = os.environ.get('OMP_NUM_THREADS') or str(max(1, len(cores) // node.size)); node.Free(); "
+    elif [[ -z ${OMP_NUM_THREADS:-} ]]; then
+        COMMAND=(env "OMP_NUM_THREADS=$THREADS" "${COMMAND[@]}")
+    fi
+    COMMAND+=("$PYTHON" -c "import os, sys; from mpi4py import MPI, run; n = MPI.COMM_WORLD.size; n == $ranks or \
 sys.exit(f\"mpi_launch.sh: asked for $ranks ranks but MPI counts {n}: mpiexec and mpi4py's MPI are not of one kind (docs/install.md)\"); \
-run.main()" "$@")
+${in_rank}run.main()" "$@")
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -596,7 +628,10 @@ run_script() {
     set_up
     choose_launcher
     job_command "${RANKS:-$(default_ranks)}" "$@"
-    ((DRY_RUN)) || sweep_shm
+    if ((!DRY_RUN)); then
+        refuse_foreign
+        sweep_shm
+    fi
     run_or_print 0 "${COMMAND[@]}"
 }
 

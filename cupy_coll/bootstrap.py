@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from cupy_coll.errors import ArgumentError, TransportError
 
 __all__ = [
+    "SHARED_GPU_VARIABLE",
     "launcher_local_rank",
     "loaded_file",
     "local_rank_warning",
@@ -22,10 +24,13 @@ __all__ = [
     "mpi_is_running",
     "mpi_library",
     "node_of_each_rank",
+    "visible_devices",
 ]
 
 logger = logging.getLogger("cupy_coll")
 
+# NCCL's, from 2.30.0 on: ranks may share a GPU.
+SHARED_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 # What launchers say of the rank within a node. An MPI library's own variables come before a scheduler's: under
 # mpiexec inside a Slurm allocation every rank sees SLURM_LOCALID=0.
 LOCAL_RANK_VARIABLES = (
@@ -129,19 +134,69 @@ def local_rank_warning(local_rank: int, environ: Mapping[str, str] = os.environ)
     )
 
 
-def logical_device(local_rank: int, device_count: int) -> int:
-    """The CUDA device for the rank ``local_rank`` of a node on which the process sees ``device_count`` devices.
+def visible_devices(environ: Mapping[str, str]) -> list[str] | None:
+    """What CUDA reads of CUDA_VISIBLE_DEVICES, up to a negative number or an empty name; None where it is not set."""
+    value = environ.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return None
+    names = [name.strip() for name in value.split(",")]
+    return list(takewhile(lambda name: name and not name.startswith("-"), names))
 
-    A scheduler that shows each rank its own GPU only (``CUDA_VISIBLE_DEVICES=3``) leaves one device, number 0.
+
+def logical_device(local_rank: int, local_size: int, device_count: int, environ: Mapping[str, str] = os.environ) -> int:
+    """The CUDA device for a rank, counted as CUDA counts in this process; what the scheduler has set stays as it is.
+
+    One process cannot see the others' GPUs. Where a variable tells that each rank is shown its own GPUs, it takes one
+    of those; that two ranks are on one GPU all the same comes out when NCCL connects, by the UUIDs.
+
+    Args:
+        local_rank: the rank within the node.
+        local_size: the number of ranks on the node.
+        device_count: how many devices this process sees.
+        environ: this process's environment.
 
     Raises:
-        ArgumentError: several devices are visible, but fewer than there are ranks.
+        ArgumentError: no device, or fewer than ranks on the node where all see the same ones.
     """
-    if device_count == 1:
-        return 0
-    if local_rank >= device_count:
+    listed = visible_devices(environ)
+    shown = "is not set" if listed is None else f"is {environ['CUDA_VISIBLE_DEVICES']!r}"
+    if device_count < 1:
         raise ArgumentError(
-            f"logical_device: local rank {local_rank} has no GPU of its own, {device_count} visible; "
-            "start at most one rank a GPU"
+            f"logical_device: this process sees no GPU; CUDA_VISIBLE_DEVICES {shown}. "
+            + (
+                "Whoever sets it, the scheduler or a shell, has to name a GPU"
+                if listed == []
+                else "Ask the scheduler for GPUs; `nvidia-smi -L` lists them"
+            )
         )
-    return local_rank
+    if device_count >= local_size:
+        return local_rank
+    if listed is not None and device_count == 1 < len(listed) and listed[0].startswith("MIG-"):
+        raise ArgumentError(
+            f"logical_device: {local_size} ranks on this node are shown {len(listed)} MIG instances, but CUDA gives a "
+            f"process the first one only; CUDA_VISIBLE_DEVICES {shown}. Show each rank an instance of its own, such as "
+            "by srun --gpus-per-task=1"
+        )
+    if device_count == 1 and listed is not None and len(listed) == 1:
+        return 0
+    if _shown_its_own(local_rank, environ) or environ.get(SHARED_GPU_VARIABLE) == "1":
+        return local_rank % device_count
+    raise ArgumentError(
+        f"logical_device: {local_size} ranks on this node, but only {device_count} GPU{'s' * (device_count != 1)} that "
+        f"all of them see; CUDA_VISIBLE_DEVICES {shown}. Start at most {device_count} a node (./mpi_launch.sh --ppn "
+        f"{device_count}), ask the scheduler for {local_size} GPUs a node, or let ranks share one: "
+        f"{SHARED_GPU_VARIABLE}=1, with NCCL 2.30.0 or later"
+    )
+
+
+def _shown_its_own(local_rank: int, environ: Mapping[str, str]) -> bool:
+    """Whether the launcher says that this rank's GPUs are not those of the whole node."""
+    if "JSM_NAMESPACE_LOCAL_RANK" in environ:  # jsrun: those of the resource set
+        return True
+    # Under mpiexec in the allocation ranks have the variables of its daemon, and a node's ranks see the same GPUs.
+    if environ.get("SLURM_LOCALID") != str(local_rank):
+        return False
+    # In a task of srun (Slurm 22.05) the first are the task's, the second the number of all tasks' on the node.
+    own, on_node = environ.get("SLURM_STEP_GPUS", ""), environ.get("SLURM_GPUS_ON_NODE", "")
+    fewer = bool(own) and on_node.isdecimal() and len(own.split(",")) < int(on_node)
+    return fewer or bool(environ.get("SLURM_GPUS_PER_TASK"))

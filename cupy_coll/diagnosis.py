@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cupy_coll.bootstrap import launcher_local_rank
+from cupy_coll.bootstrap import launcher_local_rank, visible_devices
 from cupy_coll.check import ranks_in_words
 from cupy_coll.transport.nccl_members import Member, in_words, trouble_of
 
@@ -303,7 +303,8 @@ def _of_gpus(ranks: Sequence[Facts]) -> list[Finding]:
     ]
 
     def unseen(facts: Facts) -> str:
-        if facts.gpus or not facts.device_files or facts.visible in ("", "-1"):
+        hidden = facts.visible is not None and not visible_devices({"CUDA_VISIBLE_DEVICES": facts.visible})
+        if facts.gpus or not facts.device_files or hidden:
             return ""
         return (
             f"{facts.host} has {facts.device_files} NVIDIA GPU{'s' * (facts.device_files != 1)} in /dev, but torch "

@@ -45,7 +45,7 @@ from cupy_coll.diagnosis import (
 from cupy_coll.errors import CupyCollError, TransportError
 from cupy_coll.group import Group
 from cupy_coll.transport import nccl
-from cupy_coll.transport.nccl_members import SHARED_GPU_VARIABLE, installed_library
+from cupy_coll.transport.nccl_members import installed_library
 from cupy_coll.transport.objects import all_gather_objects
 
 __all__ = ["TIMEOUT", "run"]
@@ -144,7 +144,7 @@ def local_facts() -> Facts:
         launcher=launcher_of(os.environ),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         device_files=sum(path.name[6:].isdecimal() for path in Path("/dev").glob("nvidia*")),
-        shares_gpu=os.environ.get(SHARED_GPU_VARIABLE) == "1",
+        shares_gpu=os.environ.get(bootstrap.SHARED_GPU_VARIABLE) == "1",
         mpi_was_started=bootstrap.mpi_is_running(),
     )
     if facts.launcher is not None:
@@ -189,7 +189,7 @@ def place(facts: Facts, context: CommContext) -> None:
         if device is None:
             return
         facts.gpus = device.count()
-        index = bootstrap.logical_device(facts.local_rank, facts.gpus)
+        index = bootstrap.logical_device(facts.local_rank, facts.local_size, facts.gpus)
         name, bus = device.describe(index)
         facts.gpu = Gpu(index, name, device.identity(index), bus)
     except Exception as error:  # CUDA's, by torch

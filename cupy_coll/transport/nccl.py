@@ -20,12 +20,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.distributed import ReduceOp
 
+from cupy_coll.bootstrap import SHARED_GPU_VARIABLE
 from cupy_coll.device import Device, Event, Stream, is_cupy
 from cupy_coll.dtypes import NcclType, Reduction, name_of, nccl_copy, nccl_reduction
 from cupy_coll.errors import ArgumentError, CommTimeoutError, CupyCollError, PeerError, TransportError
 from cupy_coll.transport.base import Channel, Communication, Kind, Ledger, Work
 from cupy_coll.transport.memory import Target, apart, flat_of
-from cupy_coll.transport.nccl_members import SHARED_GPU_VARIABLE, Member, installed_library, problem_of, warn_of_paths
+from cupy_coll.transport.nccl_members import Member, installed_library, problem_of, warn_of_paths
 from cupy_coll.transport.objects import agree, all_gather_objects
 
 __all__ = ["NcclTransport", "has_binding", "version"]

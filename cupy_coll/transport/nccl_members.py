@@ -8,17 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from cupy_coll.bootstrap import loaded_file
+from cupy_coll.bootstrap import SHARED_GPU_VARIABLE, loaded_file
 from cupy_coll.check import ranks_in_words
 
-__all__ = ["SHARED_GPU_VARIABLE", "Member", "installed_library", "problem_of", "trouble_of", "warn_of_paths"]
+__all__ = ["Member", "installed_library", "problem_of", "trouble_of", "warn_of_paths"]
 
 T = TypeVar("T")
 
 logger = logging.getLogger("cupy_coll")
 
-SHARED_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
-SHARED_GPU_VERSION = 23000  # the first that knows it
+SHARED_GPU_VERSION = 23000  # the first that knows SHARED_GPU_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,8 @@ def trouble_of(members: Sequence[Member], ranks: Sequence[int]) -> tuple[str, st
         return (
             f"{ranks_in_words(who)} are on the same GPU ({gpu} of {host}), and NCCL {in_words(version)} wants one GPU "
             "a rank",
-            "Choose the GPU before the first operation, such as "
-            f"torch.cuda.set_device(CommContext().get_in_node_rank()); to share one nevertheless, {instead}",
+            "Choose the GPU before the first operation, such as torch.cuda.set_device("
+            f"CommContext().get_in_node_rank() % torch.cuda.device_count()); to share one nevertheless, {instead}",
         )
     return None
 

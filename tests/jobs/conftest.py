@@ -7,8 +7,19 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import open_mpi as open_mpi_environments
 import pytest
+from open_mpi import OpenMpi
 from starting import ROOT, RUNNER, Finished, mpiexec, run_command
+
+
+@pytest.fixture(scope="session", params=open_mpi_environments.KINDS)
+def open_mpi(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenMpi:
+    """An environment with Open MPI."""
+    try:
+        return open_mpi_environments.make(request.param, tmp_path_factory.mktemp("open_mpi") / "environment")
+    except open_mpi_environments.NoOpenMpiError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture

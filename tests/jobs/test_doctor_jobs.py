@@ -143,7 +143,7 @@ assert doctor(f"GPU-{rank}", "--json") == 0
 assert doctor("GPU-7", "--json") == 1
 assert len(standin.calls("CommInitRank")) == 1, "NCCL is not asked for what it refuses"
 """
-    done = job(GPUS + program, 2)
+    done = job(GPUS + program, 2, env={"CUDA_VISIBLE_DEVICES": "0"})  # each rank is shown one
     assert done.status == 0, done.output
     good, bad = reports(done.output)
     assert good["problems"] == []
@@ -158,6 +158,14 @@ assert len(standin.calls("CommInitRank")) == 1, "NCCL is not asked for what it r
     assert problem["advice"].startswith("start at most one rank a GPU, and give each rank a GPU of its own")
 
 
+def test_more_ranks_than_gpus(job: Callable[..., Finished]) -> None:
+    """The table and the problem come from the function that chooses: no rank takes the one that all see."""
+    done = job(GPUS + "sys.exit(doctor('GPU-7'))", 2, env={"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert done.status == 1, done.output
+    says = "problem: ranks 0, 1: logical_device: 2 ranks on this node, but only 1 GPU that all of them see"
+    assert done.output.count("problem: ") == done.output.count(says) == 1, done.output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("planted", "says"), [("BLOCK_INIT", "not ended after 2 s"), ("FAIL_INIT", "ncclSystemError")])
 def test_nccl_that_does_not_connect(planted: str, says: str, job: Callable[..., Finished]) -> None:
@@ -168,7 +176,7 @@ if rank == 0:
     os.environ["NCCL_STANDIN_{planted}"] = "{2 if planted == "FAIL_INIT" else 0}"
 sys.exit(doctor(f"GPU-{{rank}}", "--timeout", "2"))
 """
-    done = job(GPUS + program, 2)
+    done = job(GPUS + program, 2, env={"CUDA_VISIBLE_DEVICES": "0"})
     assert done.status == 1, done.output
     assert done.output.count("problem: rank 0: GPU tensors over NCCL do not work: ") == 1, done.output
     assert says in done.output

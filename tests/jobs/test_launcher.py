@@ -23,6 +23,8 @@ from pathlib import Path
 import pytest
 from starting import ROOT, Finished, clean_environment, run_command
 
+from cupy_coll.bootstrap import mpi_library
+
 LAUNCHER = str(ROOT / "mpi_launch.sh")
 LIMIT = 40.0
 
@@ -144,7 +146,9 @@ time.sleep(60)
 
 
 @contextlib.contextmanager
-def waiting_job(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def waiting_job(
+    folder: Path, *arguments: str, env: dict[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A job of two ranks that sleep, and their process ids."""
     script = script_file(folder / "waiting.py", WAITING)
 
@@ -158,7 +162,7 @@ def waiting_job(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Pope
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=clean_environment(),
+        env=clean_environment(env),
         start_new_session=True,
         preexec_fn=signals_as_in_a_terminal,
     )
@@ -334,7 +338,7 @@ def test_unknown_mpiexec(environment: Path, hello: str) -> None:
     script_file(environment.parent / "mpiexec", "#!/bin/sh\necho some other thing")
     result = launch(hello, env={"CUPY_COLL_PYTHON": str(environment)})
     assert result.status == 1
-    assert "names neither MPICH nor Intel MPI nor Open MPI, but: some other thing" in result.output
+    assert "names neither MPICH nor Intel MPI nor Open MPI nor PALS, but: some other thing" in result.output
 
 
 def test_no_mpiexec(environment: Path, hello: str, tmp_path: Path) -> None:
@@ -345,6 +349,18 @@ def test_no_mpiexec(environment: Path, hello: str, tmp_path: Path) -> None:
     result = launch(hello, env={"CUPY_COLL_PYTHON": str(environment), "PATH": str(tools)})
     assert result.status == 1
     assert "found no mpiexec, neither beside" in result.output
+
+
+@pytest.mark.skipif("Open MPI" in mpi_library(), reason="the other way round than here")
+def test_open_mpis_mpiexec_for_another_mpi(environment: Path, hello: str) -> None:
+    script_file(environment.parent / "mpiexec", "#!/bin/sh\necho 'mpiexec (Open MPI) 5.0.11'")
+    own = sorted(Path(sys.prefix, "lib").glob("libmpi.so.[0-9]*"))
+    env = {"CUPY_COLL_PYTHON": str(environment), **({"MPI4PY_LIBMPI": str(own[0])} if own else {})}
+    result = launch("-n", "2", hello, env=env)
+    assert result.status == 1, result.output
+    assert "mpiexec is Open MPI's, but mpi4py has loaded " in result.output
+    assert "use the mpiexec of that one, or let mpi4py load Open MPI: MPI4PY_LIBMPI=" in result.output
+    assert result.output.count("\n") == 1, "nothing has been started"
 
 
 def test_mpiexec_of_another_mpi(environment: Path, hello: str) -> None:

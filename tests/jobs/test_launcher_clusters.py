@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,9 @@ def cluster(tmp_path: Path, environment: Path, hello: str):  # noqa: F811
             script_file(tmp_path / "commands" / name, f"#!/bin/sh\necho '{output}'")
         path = f"{tmp_path / 'commands'}:{os.environ['PATH']}"
         env = {"CUPY_COLL_PYTHON": str(environment), "PATH": path, "OMP_NUM_THREADS": "", **variables}
+        own = sorted(Path(sys.prefix, "lib").glob("libmpi.so.[0-9]*"))
+        if own:  # mpi4py looks for it in its own environment, else in the system
+            env["MPI4PY_LIBMPI"] = str(own[0])
         return run_command([LAUNCHER, "--dry-run", *options, hello], 40, env)
 
     run.result_of = result_of
@@ -41,7 +45,9 @@ def cluster(tmp_path: Path, environment: Path, hello: str):  # noqa: F811
 
 
 def after_threads(words: list[str]) -> list[str]:
-    assert words[:1] == ["env"]
+    """Without OMP_NUM_THREADS, which the ranks choose where the launcher cannot see their nodes."""
+    if words[0] != "env":
+        return words
     assert words[1].startswith("OMP_NUM_THREADS=")
     return words[2:]
 
@@ -64,7 +70,24 @@ def test_slurm_cores_of_a_task(cluster):
     assert words[2:] == ["srun", "-K1", "--ntasks=8", "--mpi=pmi2", "--cpus-per-task=6"]
 
 
-@pytest.mark.parametrize(("visible", "ranks"), [("0,1,2", 3), ("0,-1,2", 1), ("-1", None), ("GPU-a-1,MIG-b", 2)])
+@pytest.mark.parametrize("version", ["PALS 1.2.12", "mpiexec version 1.2.12 with PALS", None])
+def test_pals(cluster, tmp_path, environment, version):  # noqa: F811
+    """Cray's mpiexec, by its version or, where that is a number only, by its folder."""
+    if version is None:
+        real = script_file(tmp_path / "pals" / "bin" / "mpiexec", "#!/bin/sh\necho mpiexec version 1.2.12")
+        (environment.parent / "mpiexec").symlink_to(real)
+    nodes = tmp_path / "nodes"
+    nodes.write_text("a\na\nb\nb\n")
+    words = after_threads(cluster(mpi=version or "mpiexec version 1.2.12", PBS_NODEFILE=str(nodes)))
+    assert words[1:] == ["-n", "4"], "it knows the job's nodes"
+    options = ["-n", "4", "--ppn", "2", "--hosts", "a,b", "--bind", "core", "--tag"]
+    words = after_threads(cluster(*options, mpi=version or "mpiexec version 1.2.12"))
+    assert words[1:] == ["-n", "4", "--ppn", "2", "--hosts", "a,b", "--cpu-bind", "core", "--label"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks"), [("0,1,2", 3), ("0,-1,2", 1), ("-1", None), ("", None), ("GPU-a-1,MIG-b", 2)]
+)
 def test_visible_gpus(cluster, visible, ranks):
     """One rank a GPU; CUDA reads its list up to a negative number."""
     words = after_threads(cluster(commands={"nvidia-smi": "GPU 0: x"}, CUDA_VISIBLE_DEVICES=visible))
@@ -89,7 +112,10 @@ def test_pbs(cluster, tmp_path):
     assert ["--hostfile", str(nodes)] == words[words.index("--hostfile") :][:2]
     assert words[words.index("--map-by") :][:2] == ["--map-by", "ppr:2:node"]
     forwarded = [words[i + 1] for i, word in enumerate(words) if word == "-x"]
-    assert {"OMP_NUM_THREADS", "NCCL_DEBUG", "CUPY_COLL_PYTHON"} <= set(forwarded)
+    assert {"NCCL_DEBUG", "CUPY_COLL_PYTHON"} <= set(forwarded)
+    assert "OMP_NUM_THREADS" not in forwarded, "Open MPI warns of what is not set"
+    words = cluster(mpi=OPEN_MPI, PBS_NODEFILE=str(nodes), OMP_NUM_THREADS="3")
+    assert words[words.index("OMP_NUM_THREADS") - 1] == "-x"
 
 
 def test_lsf_and_flux(cluster):
@@ -104,10 +130,8 @@ def test_lsf_and_flux(cluster):
 
 
 def test_hosts_threads_and_variables(cluster):
-    cores = len(os.sched_getaffinity(0))
     words = cluster("-n", "4", "--ppn", "2", "--hosts", "a,b", "--bind", "none", "--tag")
-    assert words[:2] == ["env", f"OMP_NUM_THREADS={max(1, cores // 2)}"], "cores / ranks on a node"
-    assert words[3:] == ["-n", "4", "-ppn", "2", "-hosts", "a,b", "-bind-to", "none", "-l"]
+    assert words[1:] == ["-n", "4", "-ppn", "2", "-hosts", "a,b", "-bind-to", "none", "-l"]
     words = after_threads(cluster("-n", "4", "--hosts", "a:2,b:2", "--env", "MY_OWN", mpi=OPEN_MPI))
     assert words[words.index("--host") :][:2] == ["--host", "a:2,b:2"]
     assert "MY_OWN" in words
@@ -128,6 +152,16 @@ def test_wrong_use(words, message):
     result = run_command([LAUNCHER, *words, "script.py"], 40)
     assert result.status == 2
     assert message in result.output
+
+
+def test_threads_of_the_node_that_a_rank_runs_on(tmp_path):
+    """One rank on the first of two made-up hosts, three on the second."""
+    script = script_file(tmp_path / "threads.py", "import os; print(os.environ['OMP_NUM_THREADS'] + '\\n', end='')")
+    env = {"HYDRA_LAUNCHER": "fork", "OMP_NUM_THREADS": ""}
+    result = run_command([LAUNCHER, "-n", "4", "--hosts", "nodeA:1,nodeB:3", str(script)], 60, env)
+    assert result.status == 0, result.output
+    cores = len(os.sched_getaffinity(0))
+    assert sorted(result.output.split()) == sorted([str(cores)] + [str(max(1, cores // 3))] * 3)
 
 
 @pytest.mark.slow  # test_nodes.py has made-up hosts, too

@@ -245,7 +245,7 @@ def test_gpus_that_torch_does_not_see() -> None:
     finding = the_one([rank_of(rank, device_files=4) for rank in range(4)])
     assert finding.problem == "ranks 0, 1, 2, 3: node0 has 4 NVIDIA GPUs in /dev, but torch 2.13.0 sees none"
     assert "built for the driver's CUDA" in finding.advice
-    for hidden in ("", "-1"):
+    for hidden in ("", "-1", "-1,0"):
         assert findings([rank_of(0, 1, 1, device_files=4, visible=hidden)]) == []
 
 
