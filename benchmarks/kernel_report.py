@@ -9,8 +9,9 @@ code. One line for each instance:
     LDG, STG       loads and stores of logits by 16 bytes in the inner loop, and of any other width
     instr, MUFU    issued instructions, and those of the unit for exponentials, a logit of the inner loop
 
-The inner loop of a forward is the loop that loads the most vectors; a backward has none, there it is all from the first
-load of a logit to the last store of a gradient. Needs CuPy, NVRTC and nvidia-cuda-nvdisasm (the test extra has them).
+The inner loop of a forward is the loop that loads a lane's vectors; a second read has none, there it is the straight
+code of a block that is full, from the first load of a logit to the last store. Needs CuPy, NVRTC and
+nvidia-cuda-nvdisasm, which the test extra has.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def disassemble(cubin: bytes) -> dict[str, list[str]]:
 
 
 def inner_part(lines: list[str]) -> list[str]:
-    """The instructions of the loop that loads the most vectors; without one those from first load to last store."""
+    """The instructions of the shortest loop that loads a lane's vectors; without one those of a full block."""
     at = {line: i for i, line in enumerate(lines) if line.startswith(".L")}
     loops = []
     for i, line in enumerate(lines):
@@ -166,8 +167,18 @@ def inner_part(lines: list[str]) -> list[str]:
     loops = [body for body in loops if widths_of(body, "LDG").get(16, 0) >= VECTORS]
     if loops:
         return min(loops, key=len)
-    wide = [i for i, line in enumerate(lines) if re.search(r"\b(LDG|STG)\.E\.128|\b(LDG|STG)\.E\b.*\.128", line)]
-    return [one for one in lines[wide[0] : wide[-1] + 1] if not one.startswith(".L")] if wide else []
+    straight: list[list[str]] = [[]]  # code between labels and branches
+    for line in lines:
+        if line.startswith(".L") or re.search(r"\b(BRA|EXIT)\b", line):
+            straight.append([])
+        else:
+            straight[-1].append(line)
+    blocks = [one for one in straight if widths_of(one, "LDG").get(16, 0) >= VECTORS and widths_of(one, "STG").get(16)]
+    if not blocks:
+        return []
+    block = min(blocks, key=len)
+    memory = [i for i, line in enumerate(block) if re.search(r"\b(LDG|STG)\.E\.128", line)]
+    return block[memory[0] : memory[-1] + 1]
 
 
 def widths_of(lines: Iterable[str], operation: str) -> dict[int, int]:

@@ -8,6 +8,13 @@
 
 template <class V> __device__ __forceinline__ V global_load(const V* p) { return *p; }
 template <class V> __device__ __forceinline__ void global_store(V* p, V value) { *p = value; }
+// Said in PTX, for the compiler splits these where a narrower store of the same words stands nearby.
+__device__ __forceinline__ void global_store(uint4* p, uint4 v) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ void global_store(uint2* p, uint2 v) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
+}
 template <class V> __device__ __forceinline__ V shared_load(const V* p) { return *p; }
 template <class V> __device__ __forceinline__ void shared_store(V* p, V value) { *p = value; }
 __device__ __forceinline__ unsigned shared_or(unsigned* p, unsigned bits) { return atomicOr(p, bits); }
@@ -79,6 +86,11 @@ template <> struct Words<Bf16> {
         return __uint_as_float((i & 1) ? word & 0xffff0000u : word << 16);
     }
     static __device__ __forceinline__ unsigned round(float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+        unsigned short rounded;
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(rounded) : "f"(value));
+        return rounded;
+#endif
         unsigned bits = __float_as_uint(value);
         return value != value ? 0x7fc0u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     }

@@ -212,10 +212,10 @@ def test_bytes_and_sectors(dtype, columns, entropy, device):
     assert forward.counts["message"][1].nbytes == 4 * (8 + numbers)
     assert merge.counts["gathered"][0].nbytes <= 4 * 3 * (8 * rows + numbers)
     reads, writes = backward.counts["logits"][0], backward.counts["result"][1]
-    assert reads.nbytes == writes.nbytes == every
-    assert reads.accesses == writes.accesses == vectors
-    assert reads.sectors == writes.sectors == every // 32
-    assert sum(writes.nbytes for _, writes in backward.counts.values()) == every
+    assert reads.nbytes == writes.nbytes == every + rows * size  # and the targets' once more
+    assert reads.accesses == writes.accesses == {size: rows, **vectors}
+    assert reads.sectors == writes.sectors == every // 32 + rows
+    assert sum(writes.nbytes for _, writes in backward.counts.values()) == every + rows * size
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_loads_are_as_wide_as_the_alignment_of_all_rows_allows(columns, offset, 
     assert max(reads.accesses) == width
     tail = rows * (columns % 8) + rows
     assert reads.accesses[width] >= (rows * columns - tail) * 2 // width
-    assert backward.counts["logits"][0].nbytes == 2 * rows * columns
+    assert backward.counts["logits"][0].nbytes == 2 * rows * (columns + 1)
 
 
 @pytest.mark.parametrize("entropy", [False, True])
@@ -247,8 +247,8 @@ def test_rows_without_incoming_gradients_are_not_read(entropy, device):
     g = torch.tensor([0.0, -0.0, 1.0, 0.0])
     (gradient,) = torch.autograd.grad((value, h) if entropy else value, leaf, (g, g) if entropy else g)
     counts = device.launches[0].counts
-    assert counts["logits"][0].nbytes == 6000
-    assert counts["result"][1].nbytes == 24_000
+    assert counts["logits"][0].nbytes == 6000 + 2  # and its target's once more
+    assert counts["result"][1].nbytes == 24_000 + 2
     assert not gradient[[0, 1, 3]].any()
     assert gradient[2].isfinite().all()
 
@@ -346,7 +346,7 @@ def test_in_place(device):
         sum(both(inner, target, inplace_backward=True)).sum().backward()
         assert same_bits(hidden.grad, leaf.grad)
         read, written = device.launches[-1].counts["result"]  # which is where the logits are
-        assert read.nbytes == written.nbytes == logits.nbytes
+        assert read.nbytes == written.nbytes == logits.nbytes + 3 * logits.itemsize
 
 
 # ---------------------------------------------------------------------- what is wrong gives NaN, and nobody waits
