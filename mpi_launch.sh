@@ -303,7 +303,7 @@ set_up() {
     elif ((OWN)); then
         ensure_venv
     else
-        ((!TEST)) || require_modules test,cuda13 pytest hypothesis setuptools cupy
+        ((!TEST)) || require_modules test,cuda13 pytest xdist hypothesis setuptools cupy
         ((!DEV)) || require_modules dev ruff mypy importlinter
     fi
 }
@@ -668,7 +668,8 @@ run_tests() {
     cd "$ROOT"
     export CUPY_COLL_PYTHON=$PYTHON # for the launchers that the tests start
     SUMMARY+=("$(printf '%-28s %5d s' set-up "$SECONDS")")
-    part "in one process, and jobs" "$PYTHON" -m pytest tests/unit tests/jobs "$@"
+    part "in one process" "$PYTHON" -m pytest -n 2 --dist loadscope tests/unit "$@"
+    part "jobs" "$PYTHON" -m pytest tests/jobs "$@"
     for ranks in 1 2 3 4; do
         job_command "$ranks" -m pytest tests/ranks "$@"
         part "on $ranks rank$( ((ranks == 1)) || echo s)" "${COMMAND[@]}"

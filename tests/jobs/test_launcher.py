@@ -238,14 +238,15 @@ def test_dry_run(tmp_path: Path) -> None:
 
 
 def test_dry_run_of_the_tests() -> None:
-    """One part in one process and two on each number of ranks; pytest's own arguments reach all of them."""
+    """One part in one process, the jobs, and two on each number of ranks; pytest's own arguments reach all of them."""
     result = launch("--dry-run", "--test", "--slow", "-k", "a or b")
     assert result.status == 0, result.output
     commands = [shlex.split(line) for line in result.output.splitlines()]
     tail = ["--slow", "-k", "a or b"]
-    assert commands[0][1:] == ["-m", "pytest", "tests/unit", "tests/jobs", *tail]
-    assert [command[command.index("-n") + 1] for command in commands[1:]] == list("11223344")
-    assert [command[-6:] for command in commands[1:]] == [
+    assert commands[0][1:] == ["-m", "pytest", "-n", "2", "--dist", "loadscope", "tests/unit", *tail]
+    assert commands[1][1:] == ["-m", "pytest", "tests/jobs", *tail]
+    assert [command[command.index("-n") + 1] for command in commands[2:]] == list("11223344")
+    assert [command[-6:] for command in commands[2:]] == [
         ["-m", "pytest", tests, *tail] for _ in range(4) for tests in ("tests/ranks", "tests/nccl")
     ]
 
@@ -599,7 +600,7 @@ def test_user_environment_is_not_installed_into(tmp_path: Path) -> None:
 
 @pytest.fixture
 def suite(clone: Clone) -> Clone:
-    """A clone whose pytest is a stand-in: in one process it ends with $ALONE, on N ranks with $ON_N (default 0)."""
+    """A clone whose pytest is a stand-in: without ranks it ends with $ALONE, on N ranks with $ON_N (default 0)."""
     launcher = clone.root / "mpi_launch.sh"
     launcher.write_text(launcher.read_text().replace("PART_LIMIT=900", "PART_LIMIT=2"))
     clone.launch("--setup", "--test")
@@ -620,16 +621,16 @@ exit "$how"
 
 def outcomes(result: Finished) -> list[str]:
     """What the closing lines say of the parts and of the whole."""
-    return [line.split(" s  ")[1] for line in result.output.splitlines()[-10:]]
+    return [line.split(" s  ")[1] for line in result.output.splitlines()[-11:]]
 
 
 def test_every_part_runs(suite: Clone) -> None:
     """Also after one that failed, or did not end within its limit; the status tells."""
-    assert outcomes(suite.launch("--test")) == ["passed"] * 10
+    assert outcomes(suite.launch("--test")) == ["passed"] * 11
     result = suite.launch("--test", ALONE="1", ON_2="hang", ON_3="9")
     assert result.status == 1
-    alone, *parts, total = outcomes(result)
-    assert (alone, total) == ("failed with status 1", "failed")
+    alone, jobs, *parts, total = outcomes(result)
+    assert (alone, jobs, total) == ("failed with status 1", "failed with status 1", "failed")
     assert parts[:2] + parts[6:] == ["passed"] * 4
     assert all(part.startswith("ended after ") for part in parts[2:4])
     assert parts[4:6] == ["failed with status 9"] * 2
@@ -639,7 +640,7 @@ def test_part_without_tests(suite: Clone) -> None:
     """No test in a part is a failure, unless the user chose the tests."""
     assert suite.launch("--test", ON_4="5").status == 1
     result = suite.launch("--test", "-k", "something", ON_4="5")
-    assert (result.status, outcomes(result)) == (0, ["passed"] * 10)
+    assert (result.status, outcomes(result)) == (0, ["passed"] * 11)
 
 
 def test_files_of_killed_jobs_are_removed(hello: str) -> None:

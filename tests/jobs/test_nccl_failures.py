@@ -42,6 +42,7 @@ def nccl_job(job):
     return run
 
 
+@pytest.mark.slow
 def test_destroy(nccl_job):
     """Everything is finished, then the communicator is destroyed, not aborted."""
     done = nccl_job("""
@@ -77,6 +78,7 @@ def test_forgotten_destroy(nccl_job):
     assert done.output.count("2.0 CommAbort") == 2, done.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["launcher", "plain"])
 def test_exception_while_an_operation_is_in_flight(nccl_job, how):
     done = nccl_job(
@@ -132,6 +134,7 @@ def test_a_member_that_never_comes(nccl_job):
     assert done.seconds < 25
 
 
+@pytest.mark.slow
 def test_a_call_that_does_not_return(nccl_job):
     """NCCL itself blocks the host: the watchdog ends the job."""
     done = nccl_job("""
@@ -185,6 +188,7 @@ def test_an_error_of_a_call(nccl_job):
     assert done.output.count("right") == 2, done.output
 
 
+@pytest.mark.slow
 def test_init_that_fails_on_one_rank(nccl_job):
     done = nccl_job(
         """
@@ -236,6 +240,7 @@ def test_init_that_blocks_on_one_rank(nccl_job):
     assert done.seconds < 25
 
 
+@pytest.mark.slow
 def test_check_mode(nccl_job):
     """The members compare before anything is given to NCCL; all raise, and the next operation works."""
     done = nccl_job("""
@@ -255,6 +260,7 @@ def test_check_mode(nccl_job):
     assert done.output.count("right") == 2
 
 
+@pytest.mark.slow
 def test_flight_recorder(nccl_job, tmp_path):
     """An operation's end is the time at which its event has passed."""
     done = nccl_job(f"""
@@ -281,6 +287,7 @@ def test_flight_recorder(nccl_job, tmp_path):
     assert done.output.count("right") == 2
 
 
+@pytest.mark.slow
 def test_a_world_of_one(nccl_job):
     done = nccl_job(
         """

@@ -13,7 +13,7 @@ import pytest
 from starting import run_command
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_checks(job, n):
     """Values to the bit, groups, communicators, failures, the log: see the checks themselves."""
     result = job(nccl_standin.HERE / "checks.py", n=n, how="runner", limit=100)

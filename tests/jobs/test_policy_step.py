@@ -171,6 +171,7 @@ def metrics_of(
     return metrics
 
 
+@pytest.mark.slow
 def test_one_and_four_ranks_learn_alike(job: Callable[..., Finished], tmp_path: Path) -> None:
     one = metrics_of(job, tmp_path / "one", 1)
     four = metrics_of(job, tmp_path / "four", 4, "--tp", "2")

@@ -53,8 +53,8 @@ print(after_forward - before, peak() - before, x.numel() * x.element_size() / 2*
     [
         ("logprob", "bfloat16", 128),
         ("logprob", "bfloat16", 320),
-        ("logprob", "float32", 128),
-        ("inplace", "bfloat16", 128),
+        pytest.param("logprob", "float32", 128, marks=pytest.mark.slow),
+        pytest.param("inplace", "bfloat16", 128, marks=pytest.mark.slow),
     ],
 )
 def test_peak_memory(function, dtype, rows):
