@@ -237,14 +237,12 @@ print("all have a gradient", flush=True)
 
 
 def test_differing_calls_in_check_mode(run: Run) -> None:
-    """Nobody catches the error: every rank shows it, with what each called."""
+    """Nobody catches the error: it says what each called. The first rank to end may cut what the others print."""
     result = run('all_reduce(ones(4 if rank == 2 else 3), "GLOBAL")', CUPY_COLL_CHECK="1")
     assert result.status != 0, result.output
-    for shape in ("[3]", "[3]", "[4]"):
-        has(result, f"MismatchError: all_reduce {shape} float32, SUM (group GLOBAL [0, 1, 2], call 0)")
-    assert result.output.count("rank 2 differs from ranks 0, 1") == 3, result.output
-    assert result.output.count("    ranks 0, 1: all_reduce [3] float32, SUM\n") == 3, result.output
-    assert result.output.count("    rank 2: all_reduce [4] float32, SUM\n") == 3, result.output
+    assert "MismatchError: all_reduce [" in result.output, result.output
+    assert "] float32, SUM (group GLOBAL [0, 1, 2], call 0): rank 2 differs from ranks 0, 1\n" in result.output
+    has(result, "    ranks 0, 1: all_reduce [3] float32, SUM\n    rank 2: all_reduce [4] float32, SUM\n")
     soon(result)
 
 
