@@ -592,7 +592,8 @@ def test_user_environment_is_not_installed_into(tmp_path: Path) -> None:
     assert launch("--setup", env=env).output == f"{python}\n"
     result = launch("--setup", "--test", env=env)
     assert result.status == 1
-    assert f"{python} lacks pytest xdist hypothesis setuptools cupy. Install them with: {python} -m pip" in result.output
+    missing = f"{python} lacks pytest xdist hypothesis setuptools cupy"
+    assert f"{missing}. Install them with: {python} -m pip" in result.output
 
 
 # --- Running the tests -----------------------------------------------------------------------------------------------
