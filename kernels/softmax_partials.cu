@@ -99,7 +99,7 @@ __device__ __forceinline__ Partial summary_of_unit(const T* p, int64 stride, int
 // to_log2: log2(e) / temperature.
 // message: [HEADER_FLOATS + rows * (slots * fields + targets)].
 template <class T, int WIDTH, bool ENTROPY>
-__global__ void __launch_bounds__(256, 4)
+__global__ void __launch_bounds__(256, WIDTH == STRIDED ? 2 : 4)  // addresses of single elements need registers
     softmax_partials(const T* logits, int inner, int64 outer_stride, int64 inner_stride, int64 column_stride, int rows,
                      int64 first_row, int64 all_rows, int64 columns, int64 first_column, int64 end_column, int tiles, int64 tile_columns, int slots,
                      int unit_columns, const int64* local_target, int targets, float to_log2, float* message) {

@@ -38,7 +38,7 @@ def test_every_instance_for_every_target_without_spills(target, width):
         registers, spills, stack = report.resources_of(name, log)
         assert cubin.startswith(b"\x7fELF")
         assert (spills, stack) == (0, 0), kernel.expression
-        assert registers <= 64, kernel.expression
+        assert registers <= (128 if ", 0, " in kernel.arguments else 64), kernel.expression
 
 
 def test_a_mistake_in_a_source_is_told():
