@@ -501,7 +501,8 @@ threads() {
 
 # job_command RANKS WORD...: sets COMMAND. mpi4py's runner ends the whole job when one rank fails; MPI is imported before
 # it, or an exception before the script's own import of MPI would leave the other ranks waiting. An mpiexec of another
-# MPI than mpi4py's starts so many worlds of one rank, with status 0: hence the look at the size.
+# MPI than mpi4py's starts so many worlds of one rank, with status 0: hence the look at the size. The status that a rank
+# ends the job with goes to STATUS_FILE too: see run_job.
 job_command() {
     local ranks=$1 in_rank=
     shift
@@ -517,6 +518,9 @@ os.environ['OMP_NUM_THREADS'] = os.environ.get('OMP_NUM_THREADS') or str(max(1, 
     fi
     COMMAND+=("$PYTHON" -c "import os, sys; from mpi4py import MPI, run; n = MPI.COMM_WORLD.size; n == $ranks or \
 sys.exit(f\"mpi_launch.sh: asked for $ranks ranks but MPI counts {n}: mpiexec and mpi4py's MPI are not of one kind (docs/install.md)\"); \
+end = MPI._set_abort_status; \
+MPI._set_abort_status = lambda status: (os.path.exists(file := os.environ.get('CUPY_COLL_STATUS_FILE', '')) and \
+os.write(os.open(file, os.O_WRONLY | os.O_APPEND), b'%d\n' % status), end(status)); \
 ${in_rank}run.main()" "$@")
 }
 
@@ -575,9 +579,16 @@ kill_job() {
 #
 # The job gets a session of its own: Ctrl-C in a terminal reaches this script alone, which passes it on once (at a second
 # interrupt hydra returns 0). Its standard input stays what it is.
+#
+# When a rank ends the job, hydra kills the others, and may return 9 for that instead of the rank's status: the first
+# status in STATUS_FILE counts then. Ranks on other hosts do not see the file.
 run_job() {
-    local limit=$1 status
+    local limit=$1 status told=
     shift
+    if [[ ${LAUNCHER:-} == hydra ]]; then
+        STATUS_FILE=$(mktemp)
+        export CUPY_COLL_STATUS_FILE=$STATUS_FILE
+    fi
     ENDED='' TIMERS=()
     (
         trap - INT QUIT # ignored in the background jobs of a script
@@ -597,6 +608,12 @@ run_job() {
     done
     trap - TERM INT HUP ALRM USR1
     kill "${TIMERS[@]}" 2>/dev/null || true
+    if [[ -n ${STATUS_FILE:-} ]]; then
+        read -r told <"$STATUS_FILE" || true
+        rm -f -- "$STATUS_FILE"
+        unset STATUS_FILE CUPY_COLL_STATUS_FILE
+        ((status != 9)) || status=${told:-9}
+    fi
     return "${ENDED:-$status}"
 }
 

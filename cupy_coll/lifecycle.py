@@ -535,6 +535,7 @@ class Lifecycle:
         sys.stderr.flush()
         self._announce_abort(reason)
         if self.mailbox.size > 1:  # else the interpreter ends with a status of its own
+            _tell_runner(status)
             self.mailbox.comm.Abort(status)
 
     def end_job(self, error: Exception) -> None:
@@ -578,6 +579,13 @@ def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
+def _tell_runner(status: int) -> None:
+    """mpi_launch.sh hears of the job's status where mpi4py's runner does: mpiexec may tell it that of a killed rank."""
+    runner_sets = getattr(mpi(), "_set_abort_status", None)
+    if runner_sets is not None:
+        runner_sets(status)
+
+
 def _leave() -> None:
     if _current is not None:
         _current.leave()
@@ -619,6 +627,7 @@ def install_exit_hooks(comm: Any) -> None:
                 time.sleep(LAST_WORDS)  # the others raise it too, and each writes its own report
             _current.abort(status, _in_one_line(value))
         elif _starting is not None and _starting.size > 1:
+            _tell_runner(status)
             _starting.Abort(status)
 
     sys.excepthook = excepthook
