@@ -586,7 +586,7 @@ run_job() {
     local limit=$1 status told=
     shift
     if [[ ${LAUNCHER:-} == hydra ]]; then
-        STATUS_FILE=$(mktemp)
+        STATUS_FILE=$(mktemp) || say "the job's status will be the one that mpiexec gives"
         export CUPY_COLL_STATUS_FILE=$STATUS_FILE
     fi
     ENDED='' TIMERS=()

@@ -535,8 +535,7 @@ class Lifecycle:
         sys.stderr.flush()
         self._announce_abort(reason)
         if self.mailbox.size > 1:  # else the interpreter ends with a status of its own
-            _tell_runner(status)
-            self.mailbox.comm.Abort(status)
+            _abort(self.mailbox.comm, status)
 
     def end_job(self, error: Exception) -> None:
         """End the job for ``error``, from whatever thread: the program's own may be stuck on a GPU."""
@@ -549,7 +548,7 @@ class Lifecycle:
         time.sleep(LAST_WORDS)  # the others see the same, and each writes its own report
         self._abort_watched()
         self.abort(1, _in_one_line(error))
-        self.mailbox.comm.Abort(1)  # also where this process is alone
+        _abort(self.mailbox.comm, 1)  # also where this process is alone
 
     def _abort_watched(self) -> None:
         """From threads, for a communicator may not come back."""
@@ -579,11 +578,12 @@ def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _tell_runner(status: int) -> None:
-    """mpi_launch.sh hears of the job's status where mpi4py's runner does: mpiexec may tell it that of a killed rank."""
+def _abort(comm: Any, status: int) -> None:
+    """End the job of ``comm``. mpi_launch.sh learns of the status where mpi4py's runner does: see its ``run_job``."""
     runner_sets = getattr(mpi(), "_set_abort_status", None)
     if runner_sets is not None:
         runner_sets(status)
+    comm.Abort(status)
 
 
 def _leave() -> None:
@@ -627,8 +627,7 @@ def install_exit_hooks(comm: Any) -> None:
                 time.sleep(LAST_WORDS)  # the others raise it too, and each writes its own report
             _current.abort(status, _in_one_line(value))
         elif _starting is not None and _starting.size > 1:
-            _tell_runner(status)
-            _starting.Abort(status)
+            _abort(_starting, status)
 
     sys.excepthook = excepthook
 

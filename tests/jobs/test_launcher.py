@@ -131,6 +131,31 @@ MPI.COMM_WORLD.Barrier()
     assert words in result.output
 
 
+@pytest.mark.parametrize(
+    ("ends", "told", "status"), [("7", 9, 7), ("-1", 9, 255), ("0", 9, 9), ("7", 11, 11), ("7", 7, 7)]
+)
+def test_status_of_a_killed_rank(ends: str, told: int, status: int, environment: Path, tmp_path: Path) -> None:
+    """Hydra may tell 9, of a rank that it killed, instead of the status that the rank which failed had."""
+    script_file(
+        environment.parent / "mpiexec",
+        f"""#!/bin/sh
+[ "$1" = --version ] && echo HYDRA build details: && exit
+shift 2
+"$@"
+exit {told}
+""",
+    )
+    script = script_file(tmp_path / "script.py", f"import sys\nsys.exit({ends})")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    env = {"CUPY_COLL_PYTHON": str(environment), "TMPDIR": str(temporary)}
+    result = launch("-n", "1", str(script), env=env)
+    assert result.status == status, result.output
+    assert not list(temporary.iterdir())
+    result = launch("-n", "1", str(script), env=env | {"TMPDIR": str(tmp_path / "missing")})
+    assert result.status == told, result.output
+
+
 WAITING = """
 import os, signal, sys, time
 from mpi4py import MPI
