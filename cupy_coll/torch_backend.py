@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cupy_coll import bootstrap
 from cupy_coll import check as checks
-from cupy_coll.collective import broadcast_object_list
+from cupy_coll.collective import barrier, broadcast_object_list
 from cupy_coll.context import DEFAULT_TIMEOUT, CommContext
 from cupy_coll.dtypes import Reduction, check_reduction
 from cupy_coll.errors import ArgumentError, GroupError, ShapeError
@@ -489,6 +489,7 @@ def _store(world: Group, context: CommContext, timeout: timedelta) -> Any:
     if store is None:
         host, port = where[0]
         store = dist.TCPStore(host, port, world.size, False, timeout)
+    barrier(world)  # rank 0 has the store, and may end it: not before everybody has reached it
     return store
 
 

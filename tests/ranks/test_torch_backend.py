@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -19,10 +20,26 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 
 @pytest.fixture
-def torch_world(world) -> Iterator[None]:
-    cc.init_torch()
+def torch_world(world) -> None:
+    """torch.distributed over this package, the same one for all tests that ask for it."""
+    if not dist.is_initialized():
+        cc.init_torch()
+
+
+def end_torch() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_ends(initialised) -> Iterator[None]:
     yield
-    dist.destroy_process_group()
+    end_torch()
+
+
+@pytest.fixture
+def no_torch(world) -> None:
+    end_torch()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
@@ -364,7 +381,18 @@ def test_models(torch_world, size, rank, expect, tmp_path_factory, share):
         expect(state[key].full_tensor(), value.full_tensor(), f"checkpoint {key}")
 
 
-def test_the_same_numbers_as_gloo(world, size, expect, share, tmp_path_factory):
+def test_leaving_before_the_others_are_there(no_torch, rank, monkeypatch):
+    """Rank 0 has the store, and ends it: not before the others have found it."""
+    if rank:
+        make = dist.TCPStore
+        monkeypatch.setattr(
+            dist, "TCPStore", lambda *arguments, **options: time.sleep(0.2) or make(*arguments, **options)
+        )
+    cc.init_torch(timeout=20)
+    dist.destroy_process_group()
+
+
+def test_the_same_numbers_as_gloo(no_torch, world, size, expect, share, tmp_path_factory):
     def run():
         mesh = dist.device_mesh.init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
         generator = torch.Generator().manual_seed(0)
@@ -388,7 +416,7 @@ def test_the_same_numbers_as_gloo(world, size, expect, share, tmp_path_factory):
         expect(one, other)
 
 
-def test_begins_and_ends_with_its_context(no_context, size, rank, expect):
+def test_begins_and_ends_with_its_context(no_torch, no_context, size, rank, expect):
     """No MASTER_ADDR: the backend meets over MPI, and ends the context that it has begun; twice."""
     for _ in range(2):
         if size == 1:  # no launcher: torch would ask for MASTER_ADDR
