@@ -54,7 +54,7 @@ def test_alone() -> None:
     assert done.output.endswith("\nno problem found\n"), done.output
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_launcher_of_another_mpi(rank: int) -> None:
     """Its variables, and the library of mpi4py: MPI is not started, for it might end the process; one of the ranks
     speaks.
@@ -90,6 +90,7 @@ def test_worlds_of_one() -> None:
     assert f"advice: srun --mpi={'pmix' if OPEN_MPI else 'pmi2'}" in done.output
 
 
+@pytest.mark.slow
 def test_a_tiny_shm() -> None:
     """In a mount of its own, where MPICH hangs or dies: nothing is started."""
     if OPEN_MPI:
@@ -136,6 +137,7 @@ def reports(output: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_made_up_gpus(job: Callable[..., Finished]) -> None:
     """A GPU a rank, then two ranks on one. NCCL is a stand-in on host memory, the GPUs are made up."""
     program = """

@@ -38,7 +38,7 @@ def has(result: Finished, *words: str) -> None:
         assert word in result.output, f"{word!r} is not in the output:\n{result.output}"
 
 
-@pytest.mark.parametrize("how", ["launcher", "plain"])
+@pytest.mark.parametrize("how", ["launcher", pytest.param("plain", marks=pytest.mark.slow)])
 def test_a10_exception(job, how):
     """One traceback says what happened; also without the launcher, under mpiexec with plain Python."""
     result = job(BARRIER.format(leave='raise ValueError("on purpose")'), how=how)
@@ -54,7 +54,7 @@ def test_a10_own_status(job):
     assert "passed the barrier" not in result.output
 
 
-@pytest.mark.parametrize("how", ["launcher", "plain"])
+@pytest.mark.parametrize("how", ["launcher", pytest.param("plain", marks=pytest.mark.slow)])
 def test_a10_leaving_as_if_all_were_well(job, how):
     """sys.exit(0), also as the end of the script, while another rank waits."""
     result = job(BARRIER.format(leave="sys.exit(0)"), how=how)
@@ -122,6 +122,7 @@ print(f"rank {rank} ends", flush=True)
     has(result, "rank 0 ends", "rank 1 ends")
 
 
+@pytest.mark.slow
 def test_leaving_after_destroy(job):
     """Also from a with block, and after a second life; ranks may end at different times then."""
     result = job(

@@ -246,6 +246,7 @@ def test_differing_calls_in_check_mode(run: Run) -> None:
     soon(result)
 
 
+@pytest.mark.slow
 def test_memory_of_an_operation_that_was_given_up(run_on_host: Run) -> None:
     """A program that goes on after a time-out finds nothing in its memory that a late member has sent.
 
@@ -390,6 +391,7 @@ context.destroy()
     soon(result)
 
 
+@pytest.mark.slow
 def test_the_trace_of_a_rank_missing_in_check_mode(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -450,6 +452,7 @@ time.sleep(100)
     assert stuck[2].startswith("  rank 1: has not come; its last was barrier (group GLOBAL [0, 1, 2], operation ")
 
 
+@pytest.mark.slow
 def test_traces_of_a_healthy_job(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On SIGUSR1 and on request. Nothing is stuck, and the ranks' clocks fit: they start at different times."""
     by_signal, asked_for = tmp_path / "by_signal", tmp_path / "asked_for"

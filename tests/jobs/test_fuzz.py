@@ -24,6 +24,7 @@ def values(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return fuzz_values
 
 
+@pytest.mark.slow
 def test_a_short_run(job: Callable[..., Finished]) -> None:
     """The same seed draws the same operations, whatever the number of ranks is."""
     result = job(PROGRAM, 3, ["--seed", "1", "--ops", "300"], limit=90)

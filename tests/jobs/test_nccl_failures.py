@@ -166,6 +166,7 @@ def test_asynchronous_error(nccl_job):
     assert done.seconds < 25
 
 
+@pytest.mark.slow
 def test_an_error_of_a_call(nccl_job):
     """Raised where the operation is called; what follows on the group is refused."""
     done = nccl_job("""
@@ -227,6 +228,7 @@ def test_init_that_fails_and_is_caught(nccl_job):
     assert done.seconds < 25
 
 
+@pytest.mark.slow
 def test_init_that_blocks_on_one_rank(nccl_job):
     done = nccl_job("""
         context.init_distributed_env(timeout=2)

@@ -21,7 +21,11 @@ print("passed", flush=True)
 
 
 @pytest.mark.parametrize(
-    "leave", ['raise ValueError("on purpose")', "os.kill(os.getpid(), signal.SIGKILL)"], ids=["raises", "killed"]
+    "leave",
+    [
+        pytest.param('raise ValueError("on purpose")', id="raises"),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", id="killed", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_fails_ends_the_job(job, leave):
     result = job(TORCH_JOB.format(leave=leave))
@@ -49,8 +53,10 @@ else:
 
 @pytest.mark.parametrize(
     ("instead", "error"),
-    [("time.sleep(60)", "not ended after 3 s"), ("pass", "PeerError")],
-    ids=["never comes", "has left"],
+    [
+        pytest.param("time.sleep(60)", "not ended after 3 s", id="never comes", marks=pytest.mark.slow),
+        pytest.param("pass", "PeerError", id="has left"),
+    ],
 )
 def test_a_group_that_a_member_does_not_make(job, instead, error):
     result = job(GROUP_JOB.format(instead=instead), limit=40)
